@@ -1,0 +1,58 @@
+"""What a framework says of itself to the rooms above: which models are its own, and how it differentiates.
+
+Adding a framework is one file with one `Framework`, and one word in `cowalk.frameworks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from cowalk.tree.kinds import load_imported
+
+
+class Differentiated(NamedTuple):
+    """What one differentiation gives: the loss's value, its auxiliary output (None without `has_aux`), the gradients.
+
+    `gradients` is made of plain containers under the model's paths (as `fmapstructure` makes them), with None at every leaf
+    that the loss does not depend on or that is not trained. A tied parameter has its whole gradient under its first path.
+    """
+
+    value: Any
+    aux: Any
+    gradients: Any
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Framework:
+    """One framework.
+
+    Attributes:
+        name: as users call it.
+        owns: whether a model, or a tree of arrays, belongs to this framework.
+        differentiate: `differentiate(loss, model, args, kwargs, has_aux)`; `loss(model, *args, **kwargs)` is a scalar, or with
+            `has_aux` a pair of a scalar and anything.
+        stored_gradients: the gradients that the model's own arrays carry (`.grad`), or None where arrays carry none.
+        optimizer_state: the state of an optimizer under the model's paths, or None where states are trees already.
+    """
+
+    name: str
+    owns: Callable[[Any], bool]
+    differentiate: Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any], bool], Differentiated]
+    stored_gradients: Callable[[Any], Any] | None = None
+    optimizer_state: Callable[[Any, Any], Any] | None = None
+
+
+_frameworks: list[Framework] = []
+
+
+def add_framework(framework: Framework) -> None:
+    """Add a framework. The one added last is asked first, so one that builds on another is added after it."""
+    _frameworks.insert(0, framework)
+
+
+def framework_of(model: Any) -> Framework | None:
+    """The framework that a model belongs to, or None."""
+    load_imported()
+    return next((framework for framework in _frameworks if framework.owns(model)), None)
