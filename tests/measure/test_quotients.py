@@ -125,6 +125,12 @@ class TestNumPy:
         ratio = ratio_of(p, np.ones(7))
         assert ratio.mean == ratio.mean_abs == np.finfo(float).max
 
+    def test_what_does_not_fit_into_float64_is_not_finite(self):
+        huge = np.array([1.7e308 + 1.7e308j, 1.0])
+        assert ratio_of(huge, np.ones(2)) == Ratio(n=2, defined=1, nonfinite=1, mean=1.0, min=1.0, max=1.0, mean_abs=1.0)
+        assert ratio_of(np.array([np.finfo(np.longdouble).max]), np.ones(1)).nonfinite == 1
+        assert ratio_of(np.array([1e300]), np.array([1e-300])).nonfinite == 1
+
     def test_plain_numbers(self):
         assert ratio_of(3.0, 2).mean == 1.5
 

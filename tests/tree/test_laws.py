@@ -734,7 +734,7 @@ def test_law_13_a_class_can_come_and_go() -> None:
 
 def test_law_14_walks_in_many_threads_while_types_are_registered() -> None:
     lead = {"a": [Pair(1.0, {"b": 2.0})] * 20, "c": np.ones(3)}
-    failures: list[BaseException] = []
+    failures: list[Exception] = []
 
     def work() -> None:
         try:
@@ -742,7 +742,7 @@ def test_law_14_walks_in_many_threads_while_types_are_registered() -> None:
                 made = fmap(lambda x, y: x, lead, lead)
                 assert made["a"][19].right["b"] == 2.0
                 cowalk.functor(type(f"T{i}", (), {}))
-        except BaseException as error:
+        except Exception as error:  # noqa: BLE001  (told to the main thread)
             failures.append(error)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
@@ -765,7 +765,7 @@ def test_several_outputs_make_several_trees() -> None:
     low, high = fmap(lambda x: (x - 1, x + 1), Layer(1, [2]), outputs=2)
     assert low == Layer(0, [1])
     assert high == Layer(2, [3])
-    with pytest.raises(TypeError, match="tuple of 2 values; at 'a'|tuple of 2 values; at a"):
+    with pytest.raises(TypeError, match="tuple of 2 values; at a"):
         fmap(lambda x: x, {"a": 1}, outputs=2)
 
 

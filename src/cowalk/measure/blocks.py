@@ -77,8 +77,9 @@ def _widened(block: Any, modulus: bool, device: Any) -> Any:
 
 
 def _widened_numpy(block: Any, modulus: bool) -> Any:
-    wide = block.astype(np.complex128 if modulus else np.float64, order="C")
-    return (np.abs(wide) if modulus else wide).reshape(-1)
+    with np.errstate(over="ignore", invalid="ignore"):  # what does not fit into float64 is infinite, and counted so
+        wide = block.astype(np.complex128 if modulus else np.float64, order="C")
+        return (np.abs(wide) if modulus else wide).reshape(-1)
 
 
 def _as_numpy(array: Any) -> np.ndarray[Any, Any]:

@@ -170,7 +170,7 @@ def _number(value: float | None) -> str:
     if value is None:
         return "–"
     value += 0.0  # no minus before a zero
-    if value and not 1e-2 <= abs(value) < 1e4:
+    if value and not 1e-2 <= abs(value) < 9999.5:  # no more than four digits
         mantissa, exponent = f"{value:.2e}".split("e")
         return f"{mantissa}e{int(exponent)}"
     return f"{value:.4g}"

@@ -174,7 +174,7 @@ set_subclass_kind(Mapping, _find_mapping)
 set_subclass_kind(collections.ChainMap, Branch(dict, _close_chain_map, mapping=True, put=_put_mapping))
 set_kind(
     types.MappingProxyType,
-    Branch(dict, lambda node, children: types.MappingProxyType(_close_dict({}, children)), mapping=True),
+    Branch(dict, lambda _, children: types.MappingProxyType(_close_dict({}, children)), mapping=True),
 )
 for _cls in (
     dict,

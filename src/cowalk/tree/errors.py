@@ -70,7 +70,8 @@ class Difference:
     Attributes:
         kind: "absent" (the lead has a key that the follower lacks), "extra" (the other way round), "length" (sequences of
             other lengths), "leaf" (a leaf in the follower against a branch in the lead), "branch" (a branch against a
-            leaf), "missing" (no value, with missing="error"), "cycle" and "tie" (reported by `diff`, raised as errors of their own elsewhere).
+            leaf), "missing" (no value, with missing="error"), "cycle" and "tie" (reported by `diff`, raised as errors of
+            their own elsewhere).
         tree: which tree, counted from 0 for the lead.
         path: where in the lead. For "extra" it is the node that lacks the key.
         follower_path: where in the follower. For "absent" it is the node that lacks the key.
@@ -138,7 +139,7 @@ class StructureError(CowalkError, ValueError):
             lines.append(f"  … and {count - self._SHOWN} more (all in .differences)")
         lines.append(
             hint
-            or "Mend the tree, hold None where a value is missing, or pass strict=False (absent means missing, extras are ignored)."
+            or "Mend the tree, put None where a value is missing, or pass strict=False: absent means missing, extras are ignored."
         )
         super().__init__("\n".join(lines))
 

@@ -105,7 +105,9 @@ def _tell_absent(kind: DifferenceKind, tree: int, path: Path, key: Key, trees: S
     follower, follower_path, _ = follow(trees[tree], path)
     lead_keys = [str(other) for other in _keys(lead)]
     guess = nearest(key, [other for other in _keys(follower) if str(other) not in lead_keys])
-    return Difference(kind, tree, (*path, key), follower_path, key, guess, type(lead).__name__, type(follower).__name__)
+    return Difference(
+        kind, tree, Path((*path, key)), follower_path, key, guess, type(lead).__name__, type(follower).__name__
+    )
 
 
 def _tell_extra(kind: DifferenceKind, tree: int, path: Path, key: Key, trees: Sequence[Any]) -> Difference:
@@ -113,7 +115,9 @@ def _tell_extra(kind: DifferenceKind, tree: int, path: Path, key: Key, trees: Se
     follower, follower_path, _ = follow(trees[tree], path)
     follower_keys = [str(other) for other in _keys(follower)]
     guess = nearest(key, [other for other in _keys(lead) if str(other) not in follower_keys])
-    return Difference(kind, tree, path, (*follower_path, key), key, guess, type(lead).__name__, type(follower).__name__)
+    return Difference(
+        kind, tree, path, Path((*follower_path, key)), key, guess, type(lead).__name__, type(follower).__name__
+    )
 
 
 _TELL: dict[str, Callable[[DifferenceKind, int, Path, Key, Sequence[Any]], Difference]] = {
