@@ -107,7 +107,10 @@ private:
     std::vector<Value> row_;  // the values of the node being looked at, in every tree
 
     PyObject *missing() { return runtime().missing.get(); }
-    Value missing_value() { return Value::borrow(missing()); }
+    Value missing_value() {
+        plan_->some_missing = true;
+        return Value::borrow(missing());
+    }
 
     // --- one node ---
 
@@ -128,19 +131,27 @@ private:
         visit(spot, row_.data());
     }
 
-    // The quick way through leaves that need no question asked: no ties, no test for missing, no call into Python.
+    // The quick way through leaves that need no question asked: no ties, no test for missing, no call into Python. Their
+    // rows lie in `pending_` as they are to lie in `plan.values`.
     void add_plain_leaves(Frame &frame) {
+        uint32_t end = frame.next;
+        while (end < frame.children && is_plain_row(&pending_[frame.rows + end * width_])) ++end;
+        if (end == frame.next) return;
         Plan &plan = *plan_;
-        while (frame.next < frame.children) {
-            Value *row = &pending_[frame.rows + frame.next * width_];
-            PyTypeObject *type = Py_TYPE(row[0].get());
-            const Kind *kind = kinds_.of(row[0].get());
-            if (kind->shape != Shape::leaf || kind->missing || (kind->ties && options_.ties != Ties::each)) return;
-            for (size_t j = 1; j < width_; ++j)
-                if (row[j].is_absent() || (Py_TYPE(row[j].get()) != type && !is_plain_leaf(row[j].get()))) return;
-            for (size_t j = 0; j < width_; ++j) plan.values.push_back(std::move(row[j]));
-            push_visit({Spot{frame.place, frame.next++}, 0, 0, false, false});
-        }
+        auto first = pending_.begin() + static_cast<ptrdiff_t>(frame.rows + frame.next * width_);
+        plan.values.insert(plan.values.end(), std::make_move_iterator(first),
+                           std::make_move_iterator(first + static_cast<ptrdiff_t>((end - frame.next) * width_)));
+        push_visit_step(end - frame.next);
+        for (; frame.next < end; ++frame.next) plan.visits.push_back({Spot{frame.place, frame.next}, 0, 0, false, false});
+    }
+
+    bool is_plain_row(const Value *row) {
+        PyTypeObject *type = Py_TYPE(row[0].get());
+        const Kind *kind = kinds_.of(row[0].get());
+        if (kind->shape != Shape::leaf || kind->missing || (kind->ties && options_.ties != Ties::each)) return false;
+        for (size_t j = 1; j < width_; ++j)
+            if (row[j].is_absent() || (Py_TYPE(row[j].get()) != type && !is_plain_leaf(row[j].get()))) return false;
+        return true;
     }
 
     bool is_plain_leaf(PyObject *value) {
@@ -149,13 +160,17 @@ private:
     }
 
     void push_visit(const Visit &visit) {
+        push_visit_step(1);
+        plan_->visits.push_back(visit);
+    }
+
+    void push_visit_step(uint32_t count) {
         Plan &plan = *plan_;
-        if (!plan.steps.empty() && plan.steps.back().op == Op::visit &&
-            plan.steps.back().number + plan.steps.back().count == plan.visits.size())
-            ++plan.steps.back().count;
+        uint32_t number = static_cast<uint32_t>(plan.visits.size());
+        if (!plan.steps.empty() && plan.steps.back().op == Op::visit && plan.steps.back().number + plan.steps.back().count == number)
+            plan.steps.back().count += count;
         else
-            plan.steps.push_back({Op::visit, static_cast<uint32_t>(plan.visits.size()), 1, Ref(), nullptr});
-        plan.visits.push_back(visit);
+            plan.steps.push_back({Op::visit, number, count, Ref(), nullptr});
     }
 
     void visit(Spot spot, Value *row) {
@@ -262,7 +277,11 @@ private:
 
     // What a follower has to say at a leaf of the lead (reference.py, follower_value).
     void settle_follower(size_t tree, Spot spot, Value &value, PyObject *lead, const Kind *lead_kind) {
-        if (value.is_absent() || value.get() == missing()) return;
+        if (value.is_absent()) return;
+        if (value.get() == missing()) {
+            value = missing_value();
+            return;
+        }
         if (lead_kind->shape != Shape::leaf) {
             if (is_missing(value.get(), kinds_.of(value.get()))) value = missing_value();
             return;
@@ -435,8 +454,20 @@ private:
         PyObject *key, *child;
         Py_ssize_t at = 0;
         COWALK_LOCK(dict);
-        while (PyDict_Next(dict, &at, &key, &child))
-            if (!skip_none || child != Py_None) add_child(frame, key, child);
+        size_t size = static_cast<size_t>(PyDict_GET_SIZE(dict));
+        size_t keys = plan_->keys.size(), rows = pending_.size();
+        plan_->keys.resize(keys + size);
+        pending_.resize(rows + size * width_);
+        size_t found = 0;
+        while (found < size && PyDict_Next(dict, &at, &key, &child)) {
+            if (skip_none && child == Py_None) continue;
+            plan_->keys[keys + found] = Ref::borrow(key);
+            pending_[rows + found * width_] = Value::borrow(child);
+            ++found;
+        }
+        plan_->keys.resize(keys + found);
+        pending_.resize(rows + found * width_);
+        frame.children += static_cast<uint32_t>(found);
         COWALK_UNLOCK();
     }
 
@@ -533,15 +564,18 @@ private:
         Py_ssize_t at = 0;
         bool in_step = true;  // the follower's next key is the lead's next key: no look-up needed
         for (uint32_t i = 0; i < frame.children; ++i) {
-            Ref key = child_key(kind, plan_->keys, frame.keys, i);
             Ref child;
 #ifndef Py_GIL_DISABLED
             PyObject *their_key, *their_child;
-            if (in_step && PyDict_Next(theirs, &at, &their_key, &their_child) && same_text(their_key, key.get()))
-                child = Ref::borrow(their_child);
-            else
-                in_step = false;
+            if (in_step && frame.keys != none && PyDict_Next(theirs, &at, &their_key, &their_child) &&
+                same_text(their_key, plan_->keys[frame.keys + i].get())) {
+                beside(frame, i, tree) = Value::borrow(their_child);
+                ++matched;
+                continue;
+            }
+            in_step = false;
 #endif
+            Ref key = child_key(kind, plan_->keys, frame.keys, i);
             if (!child) child = dict_item(theirs, key.get());
             if (!child && !mappings) child = find_twin(frame, kind, key.get(), theirs, twins);
             if (child) {

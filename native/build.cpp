@@ -82,9 +82,18 @@ private:
     Ref dict(const Step &step) {
         bool copy = step.kind->layout == Layout::dict && PyDict_Size(node(step)) == static_cast<Py_ssize_t>(step.count);
         Ref made = Ref::checked(copy ? PyDict_Copy(node(step)) : PyDict_New());
-        for (uint32_t i = 0; i < step.count; ++i)
-            if (PyDict_SetItem(made.get(), key(step, i).get(), parts(step)[i].get()) < 0) throw PythonError{};
+        set_items(made.get(), step);
         return made;
+    }
+
+    void set_items(PyObject *dict, const Step &step) {
+        const Ref *values = parts(step);
+        uint32_t keys = plan_.places[step.number].keys;
+        for (uint32_t i = 0; i < step.count; ++i) {
+            Ref made;  // only where the node stores no keys
+            PyObject *name = keys != none ? plan_.keys[keys + i].get() : (made = key(step, i)).get();
+            if (PyDict_SetItem(dict, name, values[i].get()) < 0) throw PythonError{};
+        }
     }
 
     Ref plain(const Step &step) {
@@ -113,8 +122,7 @@ private:
             if (before != shared_.end() && same_parts(before->second.parts, step)) return before->second.made;
         }
         Ref children = Ref::checked(PyDict_New());
-        for (uint32_t i = 0; i < step.count; ++i)
-            if (PyDict_SetItem(children.get(), key(step, i).get(), parts(step)[i].get()) < 0) throw PythonError{};
+        set_items(children.get(), step);
         Ref made = Ref::checked(
             PyObject_CallFunctionObjArgs(kind->close.get(), node(step), children.get(), nullptr));
         if (kind->shared)

@@ -223,7 +223,7 @@ PyObject *setup(PyObject *, PyObject *objects) {
     }
     rt.dunder_dict = Ref::steal(PyUnicode_InternFromString("__dict__"));
     try {
-        make_positions();
+        prepare_paths();
     } catch (PythonError &) {
         return nullptr;
     }

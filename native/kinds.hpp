@@ -63,8 +63,8 @@ private:
     std::vector<std::pair<Ref, const Kind *>> passing_;  // kinds for this walk only
 };
 
-// Make the keys of the first positions (plan.cpp); setup() does it once.
-void make_positions();
+// Make the keys of the first positions, and paths quick to free (plan.cpp); setup() does it once.
+void prepare_paths();
 
 PyObject *setup(PyObject *module, PyObject *objects);
 

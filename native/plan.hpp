@@ -84,6 +84,7 @@ struct Plan {
     std::vector<std::pair<uint32_t, Spot>> other_spots;  // of tied visits
     std::vector<Difference> differences;
     std::vector<Ref> tie_errors;
+    bool some_missing = false;  // some value may be missing
 
     // Forget everything but the memory, which the next walk uses again.
     void clear();

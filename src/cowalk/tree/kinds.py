@@ -120,7 +120,7 @@ PLAIN_LEAF = Leaf()
 _registered: weakref.WeakKeyDictionary[type, Kind] = weakref.WeakKeyDictionary()
 _cache: weakref.WeakKeyDictionary[type, Kind] = weakref.WeakKeyDictionary()
 _subclass_kinds: weakref.WeakKeyDictionary[type, Kind | Finder] = weakref.WeakKeyDictionary()
-_loaders: dict[str, Callable[[], None]] = {}
+_loaders: dict[str, Callable[[], object]] = {}
 _finders: list[Finder] = []
 _listeners: list[Callable[[], None]] = []
 
@@ -143,7 +143,7 @@ def add_finder(finder: Finder) -> None:
     forget()
 
 
-def on_import(module: str, load: Callable[[], None]) -> None:
+def on_import(module: str, load: Callable[[], object]) -> None:
     """Call `load` once, when a type of unknown kind arrives while `module` is already imported."""
     _loaders[module] = load
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, cast, overload
 
 from cowalk.tree.errors import KindError
 from cowalk.tree.kinds import Branch, Kind, add_finder, set_kind
@@ -159,7 +159,7 @@ def _find_dataclass(cls: type) -> Kind | None:
     if not dataclasses.is_dataclass(cls) or issubclass(cls, dict | list | tuple):
         return None
     names = tuple(field.name for field in dataclasses.fields(cls) if not _is_static(field.metadata))
-    return record(cls, names, frozen=cls.__dataclass_params__.frozen)
+    return record(cls, names, frozen=cast("Any", cls).__dataclass_params__.frozen)
 
 
 def _find_attrs(cls: type) -> Kind | None:

@@ -60,7 +60,8 @@ def walk(
     >>> [str(path) for path, _ in cowalk.walk(model, where="b.*")]
     ['b.0', 'b.1']
     """
-    where = _checked(trees, where, missing, ties)
+    if not (trees and where is isleaf and missing == "skip" and ties == "share"):
+        where = _checked(trees, where, missing, ties)
     return engine.current().walk(trees, where, missing, strict, ties, False)
 
 
@@ -97,7 +98,8 @@ def fmap(
     >>> cowalk.fmap(lambda p, g: p - 0.5 * g, {"w": 3.0, "b": (1.0, 2.0)}, {"w": 2.0, "b": None})
     {'w': 2.0, 'b': (1.0, 2.0)}
     """
-    where = _checked(trees, where, missing, ties, outputs)
+    if not (trees and where is isleaf and missing == "skip" and ties == "share" and outputs == 1):
+        where = _checked(trees, where, missing, ties, outputs)
     return engine.current().fmap(f, trees, where, missing, strict, ties, with_path, outputs, False)
 
 
@@ -119,7 +121,8 @@ def fmapstructure(
     >>> cowalk.fmapstructure(lambda p, g: p / g, Layer(4.0, [1.0]), {"weight": 2.0, "bias": None})
     {'weight': 2.0, 'bias': [None]}
     """
-    where = _checked(trees, where, missing, ties, outputs)
+    if not (trees and where is isleaf and missing == "skip" and ties == "share" and outputs == 1):
+        where = _checked(trees, where, missing, ties, outputs)
     return engine.current().fmap(f, trees, where, missing, strict, ties, with_path, outputs, True)
 
 
