@@ -11,7 +11,7 @@ from typing import Any
 
 from cowalk.tree.errors import Difference, DifferenceKind, nearest
 from cowalk.tree.kinds import Box, Branch, Kind, Leaf, is_missing, isnumeric, kind_of
-from cowalk.tree.paths import Key, Path, twin
+from cowalk.tree.paths import Index, Key, Path, twin
 
 NO_KEY = object()
 RawDifference = tuple[DifferenceKind, int, Sequence[Key], Key]
@@ -52,7 +52,10 @@ def child_at(node: Any, key: Key) -> tuple[Any, Key]:
         return None, NO_KEY
     opened = kind.open(node)
     found = partner(key, False, {}, opened, kind.mapping)
-    return (None, NO_KEY) if found is NO_KEY else (opened[found], found)
+    if found is NO_KEY:
+        return None, NO_KEY
+    position = isinstance(found, int) and not kind.mapping  # `found` may be an int that only equals the position
+    return opened[found], Index(found) if position else found
 
 
 def follow(tree: Any, path: Iterable[Key]) -> tuple[Any, Path, bool]:
