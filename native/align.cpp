@@ -638,8 +638,24 @@ private:
         return Value::absent(static_cast<uint32_t>(plan_->differences.size() - 1));
     }
 
-    // A value that is still absent at a leaf is a difference; to f it is missing.
     void finish() {
+        revisit_ties();
+        settle_absent();
+    }
+
+    // A tied leaf that was asked for at one of its paths is the same leaf at all the others.
+    void revisit_ties() {
+        if (tied_.empty()) return;
+        for (Step &step : plan_->steps) {
+            if (step.op != Op::keep) continue;
+            int64_t number = tied_.find(step.node.get());
+            if (number < 0 && step.number != none) number = tied_.find(plan_->contents[step.number].get());
+            if (number >= 0) step = {Op::visit, static_cast<uint32_t>(number), 1, Ref(), nullptr};
+        }
+    }
+
+    // A value that is still absent at a leaf is a difference; to f it is missing.
+    void settle_absent() {
         if (plan_->differences.empty()) return;
         for (Value &value : plan_->values) {
             if (!value.is_absent()) continue;

@@ -88,6 +88,7 @@ static_assert(sizeof(Value) == sizeof(PyObject *));
 // A hash table from addresses to numbers, with open addressing and linear probing.
 class AddressMap {
 public:
+    bool empty() const { return size_ == 0; }
     // The number stored for an address, or -1.
     int64_t find(const void *address) const {
         if (slots_.empty()) return -1;

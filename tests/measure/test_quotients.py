@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from cowalk.measure import Ratio, blocks
 from cowalk.measure.quotients import ratio_of
 
-REAL = [np.float16, np.float32, np.float64, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.int32]
+REAL = [
+    np.float16,
+    np.float32,
+    np.float64,
+    ml_dtypes.bfloat16,
+    ml_dtypes.float8_e4m3fn,
+    ml_dtypes.float8_e5m2,
+    np.int32,
+]
 COMPLEX = [np.complex64, np.complex128]
 EDGES = [0.0, -0.0, 1.0, -1.0, math.nan, math.inf, -math.inf, 5e-324, 1e-45, 1e-30, 1e30, 1.7e308, -1.7e308, 448.0]
 
@@ -127,7 +135,9 @@ class TestNumPy:
 
     def test_what_does_not_fit_into_float64_is_not_finite(self):
         huge = np.array([1.7e308 + 1.7e308j, 1.0])
-        assert ratio_of(huge, np.ones(2)) == Ratio(n=2, defined=1, nonfinite=1, mean=1.0, min=1.0, max=1.0, mean_abs=1.0)
+        assert ratio_of(huge, np.ones(2)) == Ratio(
+            n=2, defined=1, nonfinite=1, mean=1.0, min=1.0, max=1.0, mean_abs=1.0
+        )
         assert ratio_of(np.array([np.finfo(np.longdouble).max]), np.ones(1)).nonfinite == 1
         assert ratio_of(np.array([1e300]), np.array([1e-300])).nonfinite == 1
 
@@ -151,7 +161,23 @@ class TestNumPy:
 
 @pytest.mark.usefixtures("block")
 class TestTorch:
-    DTYPES = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "int32"]
+    @pytest.fixture(autouse=True, params=["cpu", "device"])
+    def place(self, request, monkeypatch):
+        """What runs on a device runs here on the CPU."""
+        if request.param == "device":
+            monkeypatch.setattr(blocks, "_on_device", blocks.is_tensor)
+
+    DTYPES = (
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+        "complex64",
+        "complex128",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "int32",
+    )
 
     @pytest.mark.parametrize("gradient", DTYPES)
     @pytest.mark.parametrize("parameter", DTYPES)
@@ -179,6 +205,9 @@ class TestTorch:
         check(ratio_of(p.T, p.grad.T), p.detach().numpy().T, p.grad.numpy().T)
         z = torch.randn(5, dtype=torch.complex64)
         check(ratio_of(z.conj(), z.conj()), z.numpy(), z.numpy())
+        negative = z.to(torch.complex128).conj().imag
+        assert negative.is_neg()
+        check(ratio_of(negative, negative), negative.resolve_neg().numpy(), negative.resolve_neg().numpy())
         check(ratio_of(torch.tensor(3.0), torch.tensor(2.0)), np.float64(3), np.float64(2))
         check(ratio_of(torch.empty(0, 4), torch.empty(0, 4)), np.empty(0), np.empty(0))
 

@@ -415,6 +415,19 @@ def test_law_7_followers_that_differ_are_an_error_naming_the_paths() -> None:
     assert difference.kind == "tie"
 
 
+def test_law_7_a_leaf_asked_for_at_one_path_changes_at_all() -> None:
+    shared, box = np.ones(2), Wrapper(1.0)
+    for pattern in ("a", "c.0"):
+        made = fmap(lambda w: w * 2, {"a": shared, "b": shared, "c": [shared]}, where=pattern)
+        assert made["a"] is made["b"] is made["c"][0]
+        assert made["a"].tolist() == [2, 2]
+    made = fmap(lambda x: x + 1, [box, box], where="1")
+    assert made[0] is made[1]
+    assert made[0].content == 2.0
+    apart = fmap(lambda w: w * 2, {"a": shared, "b": shared}, where="a", ties="each")
+    assert apart["b"] is shared
+
+
 def test_law_7_policies_join_the_followers() -> None:
     shared, one, two = np.ones(2), np.array([1.0, 2.0]), np.array([10.0, 20.0])
     lead, follower = {"emb": shared, "head": shared}, {"emb": one, "head": two}

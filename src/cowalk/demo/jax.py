@@ -72,4 +72,4 @@ def update(model: Params, gradients: Any) -> Params:
 
 def predict(model: Params, images: Array) -> Array:
     """The digit that the model sees in each picture."""
-    return jax.device_get(scores(model, images[:, None]).argmax(1))
+    return jax.device_get(scores(model, jnp.asarray(images[:, None])).argmax(1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ def build() -> list[Layer]:
             "weight": rng.normal(0, (2 / wide) ** 0.5, (narrow, wide)).astype(np.float32),
             "bias": np.zeros(narrow, np.float32),
         }
-        for wide, narrow in zip(sizes[:-1], sizes[1:], strict=True)
+        for wide, narrow in pairwise(sizes)
     ]
 
 

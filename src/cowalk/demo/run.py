@@ -6,7 +6,7 @@ import importlib
 import signal
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -80,7 +80,8 @@ def demo(console: Console, framework: str | None = None, steps: int = STEPS) -> 
         net = cast("Net", importlib.import_module(f"cowalk.demo.{name}"))
     except ImportError as error:
         raise DemoError(
-            f"{name} is installed but cannot be imported ({error}). Mend it with: pip install --force-reinstall 'cowalk[{name}]'"
+            f"{name} is installed but cannot be imported ({error}). "
+            f"Mend it with: pip install --force-reinstall 'cowalk[{name}]'"
         ) from error
 
     from cowalk.demo.digits import batches, load
@@ -122,8 +123,8 @@ def remarks(table: RatioTable) -> list[str]:
     found: list[str] = []
     if table.total.x_by_zero:
         found.append(
-            f"x/0: {table.total.x_by_zero:,} parameters got no gradient at all from the last batch. They stand at inputs that were "
-            "zero in all its pictures, or at units that were silent."
+            f"x/0: {table.total.x_by_zero:,} parameters got no gradient at all from the last batch. They stand at "
+            "inputs that were zero in all its pictures, or at units that were silent."
         )
     rows = [(str(row.path), row.ratio) for row in table.rows if row.ratio is not None and row.ratio.mean_abs]
     if rows:
@@ -143,7 +144,7 @@ def _largest_share(ratio: Ratio) -> float:
 
 
 @contextmanager
-def _progress(console: Console, steps: int) -> Iterator[Callable[[float], None]]:
+def _progress(console: Console, steps: int) -> Generator[Callable[[float], None], None, None]:
     """A progress bar, on a terminal only; it is told of each step's loss."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -154,7 +155,7 @@ def _progress(console: Console, steps: int) -> Iterator[Callable[[float], None]]
 
 
 @contextmanager
-def _stop_on_interrupt() -> Iterator[Callable[[], bool]]:
+def _stop_on_interrupt() -> Generator[Callable[[], bool], None, None]:
     """Within, the first Ctrl-C only makes the function yielded say true."""
     if threading.current_thread() is not threading.main_thread():  # signals belong to the main thread
         yield lambda: False

@@ -43,7 +43,8 @@ def loss_of(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> tor
 
 def loss_and_gradients(model: nn.Module, images: Array, labels: Array) -> tuple[float, Any]:
     """The loss of one batch, and its gradients under the model's paths."""
-    loss, gradients = cowalk.value_and_gradient(loss_of, model, torch.from_numpy(images).unsqueeze(1), torch.from_numpy(labels))
+    batch = torch.from_numpy(images).unsqueeze(1), torch.from_numpy(labels)
+    loss, gradients = cowalk.value_and_gradient(loss_of, model, *batch)
     return loss.item(), gradients
 
 

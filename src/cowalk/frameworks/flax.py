@@ -12,7 +12,7 @@ from flax import linen
 from flax.core import FrozenDict
 from flax.core.meta import AxisMetadata
 
-import cowalk.frameworks.jax  # noqa: F401  (asked after this file: the last finder comes first)
+from cowalk.frameworks import jax as jax  # before this file's finder is added: the one added last is asked first
 from cowalk.tree.kinds import PLAIN_LEAF, Box, Branch, Kind, add_finder
 from cowalk.tree.paths import Key
 from cowalk.tree.records import blank, close_record, copy_state, read, record, write
@@ -46,10 +46,9 @@ def _find_flax(cls: type) -> Kind | None:
     if issubclass(cls, AxisMetadata) and "value" in getattr(cls, "__dataclass_fields__", ()):
         return _PARTITIONED
     if "_flax_dataclass" in cls.__dict__:
-        fields: Any = dataclasses.fields(cls)
-        frozen = getattr(cls, "__dataclass_params__").frozen  # noqa: B009  (dataclasses do not declare it)
-        names = tuple(field.name for field in fields if field.metadata.get("pytree_node", True))
-        return record(cls, names, frozen=frozen)
+        struct: Any = cls
+        names = tuple(field.name for field in dataclasses.fields(struct) if field.metadata.get("pytree_node", True))
+        return record(cls, names, frozen=struct.__dataclass_params__.frozen)
     return None
 
 

@@ -13,4 +13,6 @@ from cowalk.tree.kinds import Branch, set_kind
 
 _FlatMap: Any = type(hk.data_structures.to_immutable_dict({}))
 
-set_kind(_FlatMap, Branch(open=lambda node: dict(node.items()), close=lambda _, children: _FlatMap(children), mapping=True))
+set_kind(
+    _FlatMap, Branch(open=lambda node: dict(node.items()), close=lambda _, children: _FlatMap(children), mapping=True)
+)

@@ -18,12 +18,12 @@ import numpy as np
 from flax import nnx
 from flax.nnx import variablelib
 
-import cowalk.frameworks.flax  # noqa: F401  (asked after this file: the last finder comes first)
+from cowalk.frameworks import flax as flax  # before this file's finder is added: the one added last is asked first
 from cowalk.frameworks.framework import Differentiated, Framework, add_framework
 from cowalk.frameworks.jax import differentiate_run, outcome
-from cowalk.tree.kinds import Box, Branch, Kind, Leaf, add_finder, kind_of
+from cowalk.tree.kinds import Box, Branch, Kind, add_finder, kind_of
 from cowalk.tree.paths import Index, Key
-from cowalk.tree.records import blank, copy_state, slot_names
+from cowalk.tree.records import blank, close_record, copy_state, read, slot_names, write
 from cowalk.tree.walk import fmap, walk
 
 Variable: Any = nnx.Variable
@@ -52,8 +52,7 @@ def _raw(variable: Any) -> Any:
 
 def _is_ref(variable: Any, raw: Any) -> bool:
     """Whether a Variable keeps its value in a mutable array (`ref=True`)."""
-    metadata = object.__getattribute__(variable, "_var_metadata")
-    return bool(metadata.get("ref")) and _is_array_ref is not None and _is_array_ref(raw)
+    return _is_array_ref is not None and bool(variable.get_metadata("ref", None)) and _is_array_ref(raw)
 
 
 def _open_variable(variable: Any) -> Any:
@@ -103,22 +102,39 @@ _VARIABLE = Box(
     trainable=lambda variable: isinstance(variable, nnx.Param),
 )
 
+# Flax before 0.12 has these in the place of Variables in a state.
+_VariableState: Any = vars(variablelib).get("VariableState", Variable)
+_VARIABLE_STATE = Box(
+    open=lambda state: read(state, "value"),
+    close=lambda state, content: close_record(state, {"value": content}),
+    put=lambda state, content: write(state, "value", content),
+    trainable=lambda state: issubclass(state.type, nnx.Param),
+)
+
 # --- modules ---
 
 _BOOKKEEPING = ("_pytree__", "_object__")
 
 
 def _open_node(node: Any) -> dict[Key, Any]:
-    """The attributes that Flax calls data, in the order in which they were set."""
+    """The attributes that Flax calls data, in Flax's order: by name.
+
+    Not in the order in which they were set: nnx.jit, nnx.grad and nnx.merge put a module's attributes in order of name, and
+    the first path of a tied Variable, under which its gradient and its row in a table stand, must not change with that.
+    """
     cls = type(node)
-    is_data: Mapping[str, bool] | None = node._pytree__nodes if getattr(cls, "_pytree__is_pytree", False) else None
-    positions = getattr(cls, "_pytree__has_int_keys", False)  # nnx.List
-    return {
-        Index(int(name)) if positions and name.isdigit() else name: value
-        for name, value in vars(node).items()
+    is_data: Mapping[str, bool] | None = None
+    if getattr(cls, "_pytree__is_pytree", False):
+        is_data = node._pytree__nodes  # noqa: SLF001  (Flax has no public way to ask for it)
+    children: dict[Key, Any] = {
+        name: value
+        for name, value in sorted(vars(node).items())
         if not name.startswith(_BOOKKEEPING)
         and (_holds(value, (*_KINDS, jax.Array, np.ndarray)) if is_data is None else name in is_data and is_data[name])
     }
+    if getattr(cls, "_pytree__has_int_keys", False):  # nnx.List
+        return {Index(position): children[str(position)] for position in sorted(int(str(name)) for name in children)}
+    return children
 
 
 def _holds(value: Any, types: tuple[type, ...]) -> bool:
@@ -142,7 +158,7 @@ def _close_node(node: Any, children: dict[Key, Any]) -> Any:
     for name in ("_pytree__state", "_object__state"):
         state = attributes.get(name)
         if state is not None:
-            attributes[name] = type(state)(state.initializing, state.is_setup)
+            attributes[name] = close_record(state, {"_trace_state": type(state.trace_state)()})
     for key, child in children.items():
         attributes[str(key)] = child
     return new
@@ -157,7 +173,7 @@ def _trained(node: Any) -> set[Key]:
     return {key for key, value in _open_node(node).items() if _holds(value, _KINDS)}
 
 
-def _renew(pairs: Sequence[tuple[Any, Any]], renewed: Mapping[int, Any]) -> None:
+def _renew(pairs: Sequence[tuple[Any, Any]], _: Mapping[int, Any]) -> None:
     """Give new modules new Variables also where a walk left the old ones alone."""
     copies: dict[int, Any] = {}
 
@@ -178,7 +194,9 @@ def _renew(pairs: Sequence[tuple[Any, Any]], renewed: Mapping[int, Any]) -> None
             elif not _is_nnx(value) and _holds(value, (Variable,)):
                 # A plain container in a module: its own Variables, not those of modules in it, which are pairs here too.
                 mine = {id(node) for _, (node,) in walk(before[key], where=_is_nnx) if _is_variable(node)}
-                renewed_value = fmap(lambda node, mine=mine: fresh(node) if id(node) in mine else node, value, where=_is_nnx)
+                renewed_value = fmap(
+                    lambda node, mine=mine: fresh(node) if id(node) in mine else node, value, where=_is_nnx
+                )
                 kind.put(new, key, renewed_value)
 
 
@@ -206,6 +224,8 @@ _STATE = Branch(
 def _find_nnx(cls: type) -> Kind | None:
     if issubclass(cls, Variable):
         return _VARIABLE
+    if issubclass(cls, _VariableState):
+        return _VARIABLE_STATE
     if issubclass(cls, Node):
         return _NODE
     if issubclass(cls, State):

@@ -23,7 +23,8 @@ def gradient(loss: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
     Returns:
         Plain containers (dicts, lists, tuples) under the model's paths. None stands where the loss does not depend on a
         parameter, and at everything that is not trained: missing is not zero. A tied parameter has its whole gradient under
-        its first path and None under the others. The model, and its `.grad` fields, are left as they are.
+        its first path and None under the others. The model, and its `.grad` fields, are left as they are, but for what the
+        loss itself does to it (batch statistics, counters).
 
     Raises:
         FrameworkError: the model belongs to no framework that differentiates.

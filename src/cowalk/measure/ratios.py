@@ -42,8 +42,9 @@ def ratio(model: Any, grads: Any, *, ties: Ties = "share", where: Where = istrai
     Args:
         model: any model, or tree of arrays; its order and shape are the table's.
         grads: its gradients, in containers of any kind, matched by key. Where one is missing (None), the row says so.
-        ties: how gradients at the paths of one tied parameter are joined: "share" (they must be one array), "sum",
-            "first", or "each" (every path is a row of its own).
+        ties: how gradients at the paths of one tied parameter are joined: "share" (they must be one array), "sum" (each
+            path has a contribution of its own; torch's `.grad` is the sum already), "first", or "each" (every path is a
+            row of its own).
         where: which leaves to measure, as in every walk; `isleaf` takes plain numbers too.
 
     Returns:
@@ -59,11 +60,14 @@ def ratio(model: Any, grads: Any, *, ties: Ties = "share", where: Where = istrai
     >>> table = cowalk.ratio(model, {"w": np.array([2.0, 1.0]), "b": np.array([0.5, 0.0]), "head": None})
     >>> table.structure["w"].mean, table.structure["b"].x_by_zero, table.structure["head"]
     (1.25, 1, None)
-    >>> table  # doctest: +SKIP
-    parameter    n  mean p/g    min  max  mean |p/g|  not defined
-    w            2      1.25    0.5    2        1.25
-    b            2         0      0    0           0  1 x/0
-    head         2         –      –    –           –  no gradient
+    >>> table
+    parameter    n  mean p/g  min  max  mean |p/g|  undefined
+    w            2      1.25  0.5    2        1.25
+    b            2         0    0    0           0  1 x/0
+    head         2         -    -    -           -  no gradient
+    2 of 3 rows  4    0.8333    0    2      0.8333  1 x/0
+    |p/g| is the learning rate at which one plain gradient step would be as large as
+    the parameter itself.
     """
     problems = [
         (path, reason)
@@ -88,11 +92,12 @@ def ratio(model: Any, grads: Any, *, ties: Ties = "share", where: Where = istrai
 
 def _row(path: Path, parameter: Any, gradient: Any) -> RatioRow:
     state = _state(parameter, gradient)
+    dtype = getattr(parameter, "dtype", type(parameter).__name__)
     return RatioRow(
         path=path,
         state=state,
         shape=None if state == "uninitialised" else tuple(np.shape(parameter)),
-        dtype=str(getattr(parameter, "dtype", type(parameter).__name__)).removeprefix("torch."),
+        dtype=getattr(dtype, "name", str(dtype).removeprefix("torch.")),
         ratio=ratio_of(parameter, gradient) if state == "measured" else None,
     )
 
@@ -113,7 +118,9 @@ def _obstacle(parameter: Any, gradient: Any) -> str | None:
     for what, value in (("parameter", parameter), ("gradient", gradient)):
         kind = kind_of(type(value))
         if isinstance(kind, Leaf) and kind.traced is not None and kind.traced(value):
-            return f"the {what} is a tracer, which has no values yet: call cowalk.ratio outside of jit, on what it returns"
+            return (
+                f"the {what} is a tracer, which has no values yet: call cowalk.ratio outside of jit, on what it returns"
+            )
         if value is not MISSING and not (isleaf(value) and is_numbers(value)):
             return f"the {what} is no array of numbers but a {type(value).__name__}"
     if gradient is not MISSING and np.shape(parameter) != np.shape(gradient):

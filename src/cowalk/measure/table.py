@@ -102,6 +102,7 @@ class RatioTable:
 
 
 _NUMBERS = ("n", "mean p/g", "min", "max", "mean |p/g|")
+_REMARKS = "undefined"
 
 
 def _grid(table: RatioTable, width: int) -> RenderableType:
@@ -114,9 +115,12 @@ def _grid(table: RatioTable, width: int) -> RenderableType:
     label = f"all {measured} rows" if measured == len(table.rows) else f"{measured} of {len(table.rows)} rows"
     lines.append((label, _numbers((total.n,), total), _undefined(total)))
 
-    remarks = max(len(line) for _, _, remark in lines for line in remark.plain.split("\n"))
-    columns = len(_NUMBERS) + (remarks > 0)
-    taken = remarks + sum(max(map(len, column)) for column in zip(_NUMBERS, *(numbers for _, numbers, _ in lines), strict=True))
+    cells = zip(_NUMBERS, *(numbers for _, numbers, _ in lines), strict=True)
+    taken = sum(max(map(len, column)) for column in cells)
+    remarked = any(remark for _, _, remark in lines)
+    if remarked:
+        taken += max(len(_REMARKS), *(len(line) for _, _, remark in lines for line in remark.plain.split("\n")))
+    columns = len(_NUMBERS) + remarked
     longest = max(len(path) for path, _, _ in lines)
     gap = 2 if taken + longest + 2 * columns <= width else 1
     room = max(_LEAST_PATH, width - taken - gap * columns)
@@ -125,11 +129,10 @@ def _grid(table: RatioTable, width: int) -> RenderableType:
     grid.add_column("parameter", no_wrap=True)
     for name in _NUMBERS:
         grid.add_column(name, justify="right", no_wrap=True)
-    if remarks:
-        grid.add_column("undefined", no_wrap=True)
+    if remarked:
+        grid.add_column(_REMARKS, no_wrap=True)
     for path, numbers, remark in lines:
-        cells = [_plain(shorten(path, room)), *map(_plain, numbers), *([remark] if remarks else [])]
-        grid.add_row(*cells)
+        grid.add_row(_plain(shorten(path, room)), *map(_plain, numbers), *([remark] if remarked else []))
     return grid
 
 
@@ -141,7 +144,7 @@ def shorten(text: str, width: int) -> str:
     """A path's text in at most `width` characters: its longest names lose their ends, but numbers and the last name stay.
 
     >>> shorten("transformer.layers.10.attention.weight", 28)
-    'tran….laye….10.atte….weight'
+    'tran….laye….10.atten….weight'
     >>> shorten("a_name_that_is_long", 10)
     'a_na…_long'
     """
@@ -152,13 +155,13 @@ def shorten(text: str, width: int) -> str:
         longest = max(range(len(names)), key=lambda i: 0 if names[i].isdigit() else len(names[i]), default=-1)
         if longest < 0 or names[longest].isdigit() or len(names[longest]) <= 2:
             return _without_middle(".".join((*names, last)), width)
-        names[longest] = names[longest][: -2] + "…"
+        names[longest] = names[longest][:-2] + "…"
     return ".".join((*names, last))
 
 
 def _without_middle(text: str, width: int) -> str:
     head = (width - 1) // 2
-    return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
+    return f"{text[:head].rstrip('…')}…{text[len(text) - (width - 1 - head) :]}"
 
 
 def _numbers(shape: tuple[int, ...] | None, ratio: Ratio | None) -> tuple[str, ...]:
@@ -168,7 +171,7 @@ def _numbers(shape: tuple[int, ...] | None, ratio: Ratio | None) -> tuple[str, .
 
 def _number(value: float | None) -> str:
     if value is None:
-        return "–"
+        return "-"
     value += 0.0  # no minus before a zero
     if value and not 1e-2 <= abs(value) < 9999.5:  # no more than four digits
         mantissa, exponent = f"{value:.2e}".split("e")
@@ -177,7 +180,12 @@ def _number(value: float | None) -> str:
 
 
 def _count(n: int) -> str:
-    for unit, size, least in (("T", 10**12, 0.9995e12), ("G", 10**9, 0.9995e9), ("M", 10**6, 0.9995e6), ("k", 10**3, 1e4)):
+    for unit, size, least in (
+        ("T", 10**12, 0.9995e12),
+        ("G", 10**9, 0.9995e9),
+        ("M", 10**6, 0.9995e6),
+        ("k", 10**3, 1e4),
+    ):
         if n >= least:
             return f"{n / size:.3g}{unit}"
     return f"{n:,}"
@@ -189,7 +197,11 @@ def _remark(row: RatioRow) -> Text:
 
 def _undefined(ratio: Ratio) -> Text:
     """How many elements have no quotient, and why; one reason a line."""
-    reasons = (("x/0", ratio.x_by_zero, "yellow"), ("0/0", ratio.zero_by_zero, "yellow"), ("NaN/Inf", ratio.nonfinite, "red"))
+    reasons = (
+        ("x/0", ratio.x_by_zero, "yellow"),
+        ("0/0", ratio.zero_by_zero, "yellow"),
+        ("NaN/Inf", ratio.nonfinite, "red"),
+    )
     return _plain("\n").join(_plain(f"{_count(count)} {name}", style) for name, count, style in reasons if count)
 
 

@@ -48,9 +48,9 @@ def _open_ordered(node: Any) -> Mapping[Key, Any]:
 def _find_dict(cls: type) -> Kind:
     if issubclass(cls, collections.OrderedDict):
         return Branch(open=_open_ordered, close=_close_dict, mapping=True, put=collections.OrderedDict.__setitem__)
-    return Branch(
-        open=dict.copy, close=_close_dict, mapping=True, put=dict.__setitem__, layout="dict" if cls is dict else None
-    )
+    if cls is dict:  # said in the plainest way, which torch.compile can trace
+        return Branch(open=dict, close=lambda _, children: children, mapping=True, put=dict.__setitem__, layout="dict")
+    return Branch(open=dict.copy, close=_close_dict, mapping=True, put=dict.__setitem__)
 
 
 def _mapping_store(node: Any) -> str | None:
@@ -124,16 +124,16 @@ def _close_deque(node: Any, children: dict[Key, Any]) -> Any:
 
 
 def _find_list(cls: type) -> Kind:
-    return Branch(
-        open=_open_sequence(list.__iter__),
-        close=_close_list,
-        plain=list,
-        put=list.__setitem__,
-        layout="list" if cls is list else None,
-    )
+    if cls is list:
+        return Branch(
+            _open_sequence(iter), lambda _, new: list(new.values()), plain=list, put=list.__setitem__, layout="list"
+        )
+    return Branch(_open_sequence(list.__iter__), _close_list, plain=list, put=list.__setitem__)
 
 
 def _find_tuple(cls: type) -> Kind:
+    if cls is tuple:
+        return Branch(_open_sequence(iter), lambda _, new: tuple(new.values()), plain=tuple, layout="tuple")
     if hasattr(cls, "n_sequence_fields") and not hasattr(cls, "_fields"):
         names = _struct_sequence_names(cls)
         return Branch(
@@ -148,9 +148,7 @@ def _find_tuple(cls: type) -> Kind:
             layout="namedtuple",
             names=names,
         )
-    return Branch(
-        open=_open_sequence(tuple.__iter__), close=_close_tuple, plain=tuple, layout="tuple" if cls is tuple else None
-    )
+    return Branch(_open_sequence(tuple.__iter__), _close_tuple, plain=tuple)
 
 
 def _struct_sequence_names(cls: Any) -> tuple[Key, ...]:

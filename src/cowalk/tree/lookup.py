@@ -69,10 +69,8 @@ def replace(tree: Any, path: str | Iterable[Key], value: Any) -> Any:
     >>> cowalk.replace({"layers": [1.0, 2.0]}, "layers.1", 7.0)
     {'layers': [1.0, 7.0]}
     """
-    target, own = _find(tree, as_path(path))
-    kind = kind_of(type(target))
-    tied = isinstance(kind, Leaf | Box) and kind.ties
-    where: Any = (lambda node: node is target) if tied else PathWhere(lambda at, _: at == own)
+    _, own = _find(tree, as_path(path))
+    where: Any = PathWhere(lambda at, _: at == own)
     return engine.current().fmap(lambda _: value, (tree,), where, "pass", True, "share", False, 1, False)
 
 

@@ -54,8 +54,8 @@ def child_at(node: Any, key: Key) -> tuple[Any, Key]:
     found = partner(key, False, {}, opened, kind.mapping)
     if found is NO_KEY:
         return None, NO_KEY
-    position = isinstance(found, int) and not kind.mapping  # `found` may be an int that only equals the position
-    return opened[found], Index(found) if position else found
+    # `found` may be an int that only equals the position.
+    return opened[found], Index(found) if isinstance(found, int) and not kind.mapping else found
 
 
 def follow(tree: Any, path: Iterable[Key]) -> tuple[Any, Path, bool]:

@@ -11,7 +11,7 @@ No function here recurses into the tree, so depth is limited by memory alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from cowalk.tree.errors import CycleError, DifferenceKind, StructureError, TieError
@@ -48,8 +48,8 @@ class Visit:
     values: list[Any]
     boxes: list[tuple[Any, Box]]
     holder: tuple[Any, Branch] | None
-    tie: Any = None
-    other_links: list[Link] = field(default_factory=list[Link])
+    tie: Any
+    other_links: list[Link]
     skipped: bool = False
 
     @property
@@ -122,8 +122,14 @@ class Alignment:
                 if isinstance(value, Absent):
                     self.confirmed[value.difference] = True
                     visit.values[j] = MISSING
+        if self.tied:  # a tied leaf that was asked for at one of its paths is the same leaf at all the others
+            plan.steps = [self.revisit(step) if isinstance(step, Keep) else step for step in plan.steps]
         plan.differences = [raw for raw, sure in zip(plan.differences, self.confirmed, strict=True) if sure]
         return plan
+
+    def revisit(self, kept: Keep) -> Step:
+        number = self.tied.get(id(kept.node), self.tied.get(id(kept.content)))
+        return kept if number is None else number
 
     # --- one node ---
 
@@ -182,7 +188,7 @@ class Alignment:
                 self.plan.steps.append(number)
                 return
         self.plan.steps.append(len(self.plan.visits))
-        self.plan.visits.append(Visit(link, values, boxes, holder, tie))
+        self.plan.visits.append(Visit(link, values, boxes, holder, tie, []))
 
     def tie_of(self, node: Any, kind: Kind, boxes: list[tuple[Any, Box]]) -> Any:
         """The object whose identity makes this place a tie, or None."""
