@@ -6,17 +6,6 @@
 namespace cowalk {
 namespace {
 
-// A branch of the lead that is being gone through.
-struct Frame {
-    uint32_t place;
-    uint32_t keys;      // as Place::keys
-    uint32_t children;  // how many
-    uint32_t next = 0;
-    size_t rows;  // where its rows begin in `pending`: for each child, its value in every tree
-    uint32_t boxes_begin, boxes_count;
-    Ref allowed;  // with istrainable: the keys that may be trained, or nothing for all
-};
-
 // The opened children of a follower: a dict, borrowed or made for the purpose.
 struct Opened {
     Ref dict;
@@ -87,9 +76,9 @@ class Alignment {
 public:
     Alignment(PyObject *const *trees, size_t count, const Options &options) : options_(options), plan_(new_plan()) {
         plan_->trees = width_ = count;
-        for (size_t j = 0; j < count; ++j) row_.push_back(Value::borrow(trees[j]));
-        visit(Spot{}, row_.data());
-        while (!frames_.empty()) step();
+        for (size_t j = 0; j < count; ++j) plan_->row.push_back(Value::borrow(trees[j]));
+        visit(Spot{}, plan_->row.data());
+        while (!plan_->frames.empty()) step();
         finish();
     }
     PlanPtr take() { return std::move(plan_); }
@@ -99,12 +88,9 @@ private:
     PlanPtr plan_;
     size_t width_;
     KindCache kinds_;
-    std::vector<Frame> frames_;
-    std::vector<Value> pending_;
     AddressMap tied_;
     AddressMap open_;  // open nodes, from address to place; kept only when they are many
     bool open_kept_ = false;
-    std::vector<Value> row_;  // the values of the node being looked at, in every tree
 
     PyObject *missing() { return runtime().missing.get(); }
     Value missing_value() {
@@ -115,30 +101,30 @@ private:
     // --- one node ---
 
     void step() {
-        Frame &frame = frames_.back();
+        Frame &frame = plan_->frames.back();
         if (options_.where == Where::isleaf) add_plain_leaves(frame);
         if (frame.next == frame.children) return close();
         uint32_t number = frame.next++;
         Spot spot{frame.place, number};
-        Value *row = &pending_[frame.rows + number * width_];
+        Value *row = &plan_->pending[frame.rows + number * width_];
         if (frame.allowed) {
             int allowed = PySequence_Contains(frame.allowed.get(), plan_->key(spot).get());
             if (allowed < 0) throw PythonError{};
             if (!allowed) return keep(row[0].get(), nullptr);
         }
-        // The row moves out of `pending_`, which may grow below.
-        row_.assign(std::make_move_iterator(row), std::make_move_iterator(row + width_));
-        visit(spot, row_.data());
+        // The row moves out of `pending`, which may grow below.
+        plan_->row.assign(std::make_move_iterator(row), std::make_move_iterator(row + width_));
+        visit(spot, plan_->row.data());
     }
 
     // The quick way through leaves that need no question asked: no ties, no test for missing, no call into Python. Their
-    // rows lie in `pending_` as they are to lie in `plan.values`.
+    // rows lie in `pending` as they are to lie in `plan.values`.
     void add_plain_leaves(Frame &frame) {
         uint32_t end = frame.next;
-        while (end < frame.children && is_plain_row(&pending_[frame.rows + end * width_])) ++end;
+        while (end < frame.children && is_plain_row(&plan_->pending[frame.rows + end * width_])) ++end;
         if (end == frame.next) return;
         Plan &plan = *plan_;
-        auto first = pending_.begin() + static_cast<ptrdiff_t>(frame.rows + frame.next * width_);
+        auto first = plan_->pending.begin() + static_cast<ptrdiff_t>(frame.rows + frame.next * width_);
         plan.values.insert(plan.values.end(), std::make_move_iterator(first),
                            std::make_move_iterator(first + static_cast<ptrdiff_t>((end - frame.next) * width_)));
         push_visit_step(end - frame.next);
@@ -338,7 +324,7 @@ private:
         Frame frame{};
         frame.place = static_cast<uint32_t>(plan.places.size());
         frame.keys = none;
-        frame.rows = pending_.size();
+        frame.rows = plan_->pending.size();
         frame.boxes_begin = boxes_begin;
         frame.boxes_count = static_cast<uint32_t>(plan.boxes.size()) - boxes_begin;
         plan.places.push_back({spot, none, node, kind});
@@ -348,20 +334,20 @@ private:
             frame.allowed = Ref::checked(PyObject_CallOneArg(kind->trainable.get(), node.get()));
         for (size_t j = 1; j < width_; ++j) match(j, frame, spot, kind, row[j]);
         remember_open(node.get(), frame.place);
-        frames_.push_back(std::move(frame));
+        plan_->frames.push_back(std::move(frame));
     }
 
     void close() {
-        Frame &frame = frames_.back();
+        Frame &frame = plan_->frames.back();
         Place &place = plan_->places[frame.place];
         if (open_kept_) open_.erase(place.node.get());
-        pending_.resize(frame.rows);
+        plan_->pending.resize(frame.rows);
         plan_->steps.push_back({Op::close, frame.place, frame.children, Ref(), place.kind});
         for (uint32_t i = frame.boxes_count; i-- > 0;) {
             Wrapped &wrapped = plan_->boxes[frame.boxes_begin + i];
             plan_->steps.push_back({Op::close_box, 0, 0, wrapped.box, wrapped.kind});
         }
-        frames_.pop_back();
+        plan_->frames.pop_back();
     }
 
     // Few open nodes are searched one by one; when they are many, a table of them is kept.
@@ -372,7 +358,7 @@ private:
         if (open_kept_) {
             found = open_.find(node);
         } else {
-            for (const Frame &frame : frames_)
+            for (const Frame &frame : plan_->frames)
                 if (plan_->places[frame.place].node.get() == node) found = frame.place;
         }
         if (found < 0) return;
@@ -386,16 +372,16 @@ private:
     }
 
     void remember_open(PyObject *node, uint32_t place) {
-        if (!open_kept_ && frames_.size() >= few) {
-            for (const Frame &frame : frames_) open_.add(plan_->places[frame.place].node.get(), frame.place);
+        if (!open_kept_ && plan_->frames.size() >= few) {
+            for (const Frame &frame : plan_->frames) open_.add(plan_->places[frame.place].node.get(), frame.place);
             open_kept_ = true;
         }
         if (open_kept_) open_.add(node, place);
     }
 
     void push_child(PyObject *child) {
-        pending_.push_back(Value::borrow(child));
-        for (size_t j = 1; j < width_; ++j) pending_.emplace_back();
+        plan_->pending.push_back(Value::borrow(child));
+        for (size_t j = 1; j < width_; ++j) plan_->pending.emplace_back();
     }
 
     // Take a node's children as they are now, with references of our own: user code runs between them later.
@@ -455,25 +441,25 @@ private:
         Py_ssize_t at = 0;
         COWALK_LOCK(dict);
         size_t size = static_cast<size_t>(PyDict_GET_SIZE(dict));
-        size_t keys = plan_->keys.size(), rows = pending_.size();
+        size_t keys = plan_->keys.size(), rows = plan_->pending.size();
         plan_->keys.resize(keys + size);
-        pending_.resize(rows + size * width_);
+        plan_->pending.resize(rows + size * width_);
         size_t found = 0;
         while (found < size && PyDict_Next(dict, &at, &key, &child)) {
             if (skip_none && child == Py_None) continue;
             plan_->keys[keys + found] = Ref::borrow(key);
-            pending_[rows + found * width_] = Value::borrow(child);
+            plan_->pending[rows + found * width_] = Value::borrow(child);
             ++found;
         }
         plan_->keys.resize(keys + found);
-        pending_.resize(rows + found * width_);
+        plan_->pending.resize(rows + found * width_);
         frame.children += static_cast<uint32_t>(found);
         COWALK_UNLOCK();
     }
 
     // --- matching ---
 
-    Value &beside(const Frame &frame, uint32_t child, size_t tree) { return pending_[frame.rows + child * width_ + tree]; }
+    Value &beside(const Frame &frame, uint32_t child, size_t tree) { return plan_->pending[frame.rows + child * width_ + tree]; }
 
     void fill(const Frame &frame, size_t tree, const Value &value) {
         for (uint32_t i = 0; i < frame.children; ++i) beside(frame, i, tree) = value;

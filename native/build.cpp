@@ -7,12 +7,28 @@
 namespace cowalk {
 namespace {
 
+// Building makes many containers and no garbage. Left on, the collector looks through them all again and again.
+class CollectorPause {
+public:
+    CollectorPause() : was_on_(PyGC_Disable()) {}
+    ~CollectorPause() {
+        if (was_on_) PyGC_Enable();
+    }
+    CollectorPause(const CollectorPause &) = delete;
+    CollectorPause &operator=(const CollectorPause &) = delete;
+
+private:
+    int was_on_;
+};
+
 class Builder {
 public:
-    Builder(const Plan &plan, std::vector<Ref> results, bool structure)
-        : plan_(plan), results_(std::move(results)), structure_(structure) {}
+    // `tree` says which of f's outputs to build around.
+    Builder(Plan &plan, size_t tree, bool structure)
+        : plan_(plan), results_(plan.results.data() + tree * plan.visits.size()), stack_(plan.stack), structure_(structure) {}
 
     Ref build() {
+        CollectorPause pause;
         for (const Step &step : plan_.steps) {
             switch (step.op) {
             case Op::visit:
@@ -33,14 +49,16 @@ public:
             }
         }
         if (!closed_.empty()) finish();
-        return std::move(stack_.back());
+        Ref made = std::move(stack_.back());
+        stack_.pop_back();
+        return made;
     }
 
 private:
     const Plan &plan_;
-    std::vector<Ref> results_;
+    Ref *results_;
+    std::vector<Ref> &stack_;
     bool structure_;
-    std::vector<Ref> stack_;
 
     struct Shared {
         Ref node, made;
@@ -226,19 +244,20 @@ Ref rebox(const Plan &plan, const Visit &visit, Ref result) {
     return result;
 }
 
-std::vector<std::vector<Ref>> call_all(const Plan &plan, const Options &options, const Call &how) {
-    std::vector<std::vector<Ref>> results(how.outputs);
-    for (auto &tree : results) tree.reserve(plan.visits.size());
-    for (uint32_t i = 0; i < plan.visits.size(); ++i) {
+void call_all(Plan &plan, const Options &options, const Call &how) {
+    size_t count = plan.visits.size();
+    plan.results.resize(count * how.outputs);
+    for (uint32_t i = 0; i < count; ++i) {
         const Visit &visit = plan.visits[i];
         if (visit.skipped) {
-            for (auto &tree : results) tree.push_back(Ref::borrow(how.structure ? Py_None : plan.kept(i)));
+            for (size_t k = 0; k < how.outputs; ++k)
+                plan.results[k * count + i] = Ref::borrow(how.structure ? Py_None : plan.kept(i));
             continue;
         }
         Ref made = call(plan, i, options, how);
         bool box = visit.boxes_count && !how.structure;
         if (how.outputs == 1) {
-            results[0].push_back(box ? rebox(plan, visit, std::move(made)) : std::move(made));
+            plan.results[i] = box ? rebox(plan, visit, std::move(made)) : std::move(made);
             continue;
         }
         if (!PyTuple_Check(made.get()) || PyTuple_GET_SIZE(made.get()) != static_cast<Py_ssize_t>(how.outputs)) {
@@ -250,10 +269,9 @@ std::vector<std::vector<Ref>> call_all(const Plan &plan, const Options &options,
         }
         for (size_t k = 0; k < how.outputs; ++k) {
             Ref part = Ref::borrow(PyTuple_GET_ITEM(made.get(), static_cast<Py_ssize_t>(k)));
-            results[k].push_back(box ? rebox(plan, visit, std::move(part)) : std::move(part));
+            plan.results[k * count + i] = box ? rebox(plan, visit, std::move(part)) : std::move(part);
         }
     }
-    return results;
 }
 
 }  // namespace
@@ -273,12 +291,12 @@ PyObject *fmap(PyObject *, PyObject *const *args, Py_ssize_t nargs) {
         Call how{args[0], with_path != 0, outputs, structure != 0};
         auto plan = align(&PyTuple_GET_ITEM(trees, 0), static_cast<size_t>(PyTuple_GET_SIZE(trees)), options);
         settle(*plan, options, trees);
-        auto results = call_all(*plan, options, how);
-        if (outputs == 1) return Builder(*plan, std::move(results[0]), how.structure).build().release();
+        call_all(*plan, options, how);
+        if (outputs == 1) return Builder(*plan, 0, how.structure).build().release();
         Ref built = Ref::checked(PyTuple_New(static_cast<Py_ssize_t>(outputs)));
         for (size_t k = 0; k < outputs; ++k)
             PyTuple_SET_ITEM(built.get(), static_cast<Py_ssize_t>(k),
-                             Builder(*plan, std::move(results[k]), how.structure).build().release());
+                             Builder(*plan, k, how.structure).build().release());
         return built.release();
     } catch (PythonError &) {
         return nullptr;

@@ -64,8 +64,8 @@ PlanPtr new_plan() {
 void PlanReturner::operator()(Plan *plan) const {
     plan->clear();  // may run user code, which may walk
     std::unique_ptr<Plan> &spare = spare_plan();
-    constexpr size_t kept = 1 << 16;  // a very large plan is not kept
-    if (!spare && plan->values.capacity() < kept && plan->keys.capacity() < kept)
+    constexpr size_t kept = 1 << 18;  // some 20 MB: a larger plan is given back
+    if (!spare && plan->values.capacity() <= kept && plan->keys.capacity() <= kept)
         spare.reset(plan);
     else
         delete plan;
@@ -83,6 +83,11 @@ void Plan::clear() {
     differences.clear();
     tie_errors.clear();
     some_missing = false;
+    frames.clear();
+    pending.clear();
+    row.clear();
+    results.clear();
+    stack.clear();
 }
 
 Ref Plan::key(Spot spot) const {

@@ -72,6 +72,17 @@ struct Difference {
     bool confirmed;
 };
 
+// A branch of the lead that is being gone through.
+struct Frame {
+    uint32_t place;
+    uint32_t keys;      // as Place::keys
+    uint32_t children;  // how many
+    uint32_t next = 0;
+    size_t rows;  // where its rows begin in `pending`: for each child, its value in every tree
+    uint32_t boxes_begin, boxes_count;
+    Ref allowed;  // with istrainable: the keys that may be trained, or nothing for all
+};
+
 struct Plan {
     size_t trees = 0;
     std::vector<Step> steps;
@@ -85,6 +96,13 @@ struct Plan {
     std::vector<Difference> differences;
     std::vector<Ref> tie_errors;
     bool some_missing = false;  // some value may be missing
+
+    // What the descent and the building work on. It lives here so that its memory is used again.
+    std::vector<Frame> frames;
+    std::vector<Value> pending;  // rows of open frames
+    std::vector<Value> row;      // the values of the node being looked at, in every tree
+    std::vector<Ref> results;    // of f: one tree's after the other's
+    std::vector<Ref> stack;
 
     // Forget everything but the memory, which the next walk uses again.
     void clear();

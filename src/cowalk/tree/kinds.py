@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import abc
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -161,11 +162,25 @@ def forget() -> None:
 
 
 def load_imported() -> None:
-    """Load the file of every framework that is imported by now."""
-    for module in [name for name in _loaders if name in sys.modules]:
+    """Load the file of every framework that is imported by now. One that fails is told of once, and its types stay unknown."""
+    for module in [name for name in _loaders if _is_imported(name)]:
         load = _loaders.pop(module, None)
-        if load is not None:
+        if load is None:  # another thread was quicker
+            continue
+        try:
             load()
+        except Exception as error:  # noqa: BLE001  (an odd version of a framework must not break the walks of all others)
+            warnings.warn(
+                f"cowalk does not get on with the {module} that is installed, so it takes objects of {module}'s own types for "
+                f"leaves: {type(error).__name__}: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def _is_imported(module: str) -> bool:
+    found = sys.modules.get(module)
+    return found is not None and not getattr(getattr(found, "__spec__", None), "_initializing", False)
 
 
 def kind_of(cls: type) -> Kind:
@@ -180,8 +195,7 @@ def kind_of(cls: type) -> Kind:
 
 def find_kind(cls: type) -> tuple[Kind, bool]:
     """The kind of a type and whether it may be cached: a type nobody knows yet is a leaf for now."""
-    if any(module in sys.modules for module in _loaders):
-        load_imported()
+    load_imported()
     if cls in _registered:
         return _registered[cls], True
     for finder in _finders:
