@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from cowalk import cli
+from cowalk.demo.run import STEPS
 from cowalk.tree import engine
 
 
@@ -14,6 +15,12 @@ def test_help_lists_the_commands(capsys):
         cli.main(["--help"])
     assert done.value.code == 0
     assert "demo" in capsys.readouterr().out
+
+
+def test_the_help_of_the_demo_knows_its_default(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["demo", "--help"])
+    assert f"(default: {STEPS})" in " ".join(capsys.readouterr().out.split())
 
 
 def test_no_command_is_a_cry_for_help(capsys):

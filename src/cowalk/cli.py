@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=("torch", "jax", "numpy"),
         help="what the net is written in (default: the first of these that is installed)",
     )
-    demo.add_argument("--steps", type=_positive, metavar="N", help="how many batches to learn from (default: 600)")
+    demo.add_argument("--steps", type=_positive, metavar="N", help="how many batches to learn from (default: 300)")
     return parser
 
 

@@ -14,7 +14,7 @@ NET = "A net of three dense layers in NumPy"
 IN_YOUR_LOOP = """\
 grads = backward(model, …)  # in any containers with the model's keys
 cowalk.ratio(model, grads).print()"""
-LEARNING_RATE = 0.2
+LEARNING_RATE = 0.3
 
 Layer = dict[str, Array]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from cowalk.demo.digits import Array
 
 FRAMEWORKS = ("torch", "jax", "numpy")
-STEPS = 600
+STEPS = 300
 BATCH = 64
 INTERRUPTED = 130
 """The exit code of a program that Ctrl-C ended."""

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import types
 import weakref
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import Buffer, Module, Parameter
+from torch.nn.modules.module import _WrappedHook
 from torch.nn.parameter import UninitializedTensorMixin  # pyright: ignore[reportAttributeAccessIssue]
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from cowalk.frameworks.framework import Differentiated, Framework, add_framework
 from cowalk.frameworks.numpy import overlap
@@ -34,8 +37,9 @@ from cowalk.tree.kinds import (
     set_kind,
     set_subclass_kind,
 )
+from cowalk.tree.matching import unbox
 from cowalk.tree.paths import Index, Key, Path
-from cowalk.tree.records import blank, copy_state
+from cowalk.tree.records import UNSET, blank, copy_state, read, slot_names, write
 from cowalk.tree.walk import fmap, fmapstructure, walk
 
 add_tracing_test(torch.compiler.is_dynamo_compiling)
@@ -68,7 +72,15 @@ def _unwritable(tensor: torch.Tensor) -> str | None:
 
 
 def _misfit(tensor: torch.Tensor, value: Any) -> str | None:
-    made = torch.as_tensor(value)
+    try:
+        made = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        return f"the result is a {type(value).__name__}, of which no tensor can be made"
+    reason = _no_memory(made)
+    if reason is not None:
+        return f"the result has no values: {reason}"
+    if made.layout != tensor.layout:
+        return f"the result is {made.layout}, the tensor {tensor.layout}"
     if made.shape != tensor.shape:
         return f"the result has shape {tuple(made.shape)}, the tensor {tuple(tensor.shape)}"
     if not torch.can_cast(made.dtype, tensor.dtype):
@@ -115,28 +127,28 @@ def _span(tensor: torch.Tensor) -> tuple[Hashable, int, int] | None:
     return None if memory is None else (str(tensor.device), *memory)
 
 
-set_subclass_kind(
-    torch.Tensor,
-    Leaf(
-        ties=True,
-        numeric=_is_numeric,
-        same=_same,
-        unwritable=_unwritable,
-        write=_write,
-        check=_misfit,
-        traced=_is_wrapped,
-        span=_span,
-    ),
+_TENSOR = Leaf(
+    ties=True,
+    numeric=_is_numeric,
+    same=_same,
+    unwritable=_unwritable,
+    write=_write,
+    check=_misfit,
+    traced=_is_wrapped,
+    span=_span,
 )
+set_subclass_kind(torch.Tensor, _TENSOR)
+for _cls in (torch.Tensor, Parameter):  # by themselves too: torch.compile cannot trace a search through their bases
+    set_kind(_cls, _TENSOR)
 set_kind(torch.Size, PLAIN_LEAF)
 
 
 # --- modules ---
 
 _GROUPS = ("_parameters", "_buffers", "_modules")
-# What torch itself keeps in dicts and sets of every module (hooks and the like): a new module gets its own.
+# What torch itself keeps in dicts and sets of every module: its members, hooks and the like.
 _BOOKKEEPING = frozenset(name for name, value in Module().__dict__.items() if isinstance(value, dict | set))
-_PLAIN = (list, tuple, dict, set)
+_PLAIN = frozenset({list, set, dict, OrderedDict, defaultdict, deque})
 # Modules that stand around another one. Each by its exact class, so that a user's own child called `module` is a child.
 _WRAPPERS = {
     ("torch._dynamo.eval_frame", "OptimizedModule"): "_orig_mod",
@@ -156,38 +168,42 @@ def _open_module(module: Module) -> dict[Key, Any]:
 def _close_module(module: Module, children: dict[Key, Any]) -> Module:
     new = blank(type(module))
     copy_state(module, new)
-    for name in _BOOKKEEPING & new.__dict__.keys():
-        new.__dict__[name] = new.__dict__[name].copy()
     new.__dict__["_compiled_call_impl"] = None  # compiled for the old module
     for group in _GROUPS:
-        members = new.__dict__.get(group, {})
-        members.update({name: children[name] for name, member in members.items() if member is not None})
+        if group in new.__dict__:
+            members = new.__dict__[group] = new.__dict__[group].copy()
+            members.update({name: children[name] for name, member in members.items() if member is not None})
     return new
 
 
 def _finish_modules(pairs: Sequence[tuple[Module, Module]], renewed: Mapping[int, Any]) -> None:
     """Make parameters of the tensors that stand for some, and turn every other reference to the new parts."""
-    parts: dict[int, Any] = {id(old): new for old, new in pairs}
+    parts: dict[int, Any] = {id(old): new for old, new in reversed(pairs)}
+    # By the ids of the old member and the result. Results are held, so that no id comes to mean two objects.
+    made: dict[tuple[int, int], tuple[Any, Any]] = {}
     for old, new in pairs:
-        for group in _GROUPS:
+        for group in _GROUPS[:2]:
             members = new.__dict__.get(group, {})
             for name, before in old.__dict__.get(group, {}).items():
-                if before is not None and name in members:
-                    members[name] = parts.setdefault(id(before), _as_member(before, members[name]))
-    parts = {**renewed, **parts}
-    turned: dict[int, Any] = {}
-    for _, new in pairs:
-        for name, value in new.__dict__.items():
-            if name not in _GROUPS:
-                new.__dict__[name] = _turn(value, parts, turned)
+                value = members.get(name)
+                if before is not None and value is not None:
+                    tie = (id(before), id(value))
+                    if tie not in made:
+                        made[tie] = value, _as_member(before, value)
+                    members[name] = made[tie][1]
+                    parts.setdefault(id(before), members[name])
+    _Turning({**renewed, **parts}).mend(pairs, [new for value, new in made.values() if new is not value])
 
 
 def _as_member(before: Any, value: Any) -> Any:
     """A value as the kind of member that it takes the place of: a parameter, a buffer, or just what it is."""
-    if not isinstance(value, torch.Tensor) or isinstance(value, type(before)):
+    if not isinstance(value, torch.Tensor) or _is_wrapped(value):  # inside of torch.func its gradient is still wanted
         return value
     if isinstance(before, Parameter) and not isinstance(value, Parameter):
-        made = Parameter(value.detach(), requires_grad=before.requires_grad and _is_numeric(value))
+        cls: Any = type(before)  # a tensor of another class may be marked as a parameter
+        if not issubclass(cls, Parameter) or issubclass(cls, UninitializedTensorMixin):
+            cls = Parameter
+        made = Parameter.__new__(cls, value.detach(), requires_grad=before.requires_grad and _is_numeric(value))
         vars(made).update(vars(before))  # marks that users set on parameters
         return made
     if isinstance(before, Buffer) and not isinstance(value, Buffer):
@@ -195,34 +211,102 @@ def _as_member(before: Any, value: Any) -> Any:
     return value
 
 
-def _turn(value: Any, parts: Mapping[int, Any], turned: dict[int, Any]) -> Any:
-    """A value with every reference to an old part, also inside of plain containers, turned to the new one."""
-    if isinstance(value, torch.Tensor | Module):
-        return parts.get(id(value), value)
-    if isinstance(value, types.MethodType) and id(value.__self__) in parts:
-        return types.MethodType(value.__func__, parts[id(value.__self__)])
-    if isinstance(value, weakref.ref):
-        return weakref.ref(parts[id(value())]) if id(value()) in parts else value  # pyright: ignore[reportUnknownArgumentType]
-    if not isinstance(value, _PLAIN) or not value:
-        return value
-    if id(value) not in turned:
-        turned[id(value)] = value  # a container that holds itself
-        turned[id(value)] = _turn_container(value, parts, turned)
-    return turned[id(value)]
+class _Turning:
+    """Turns what modules hold beside their members to the new parts: references, also inside of plain containers.
+
+    Plain containers become new ones, so that a new module shares none with the old one. What stands in one place of the old
+    modules stands in one place of the new ones.
+    """
+
+    def __init__(self, parts: dict[int, Any]) -> None:
+        self.parts = parts
+        self.unfilled: list[tuple[Any, Any]] = []
+
+    def mend(self, pairs: Sequence[tuple[Module, Module]], parameters: Sequence[Any]) -> None:
+        for old, new in pairs:
+            for name in _BOOKKEEPING & old.__dict__.keys():
+                if name in _GROUPS:
+                    self.parts.setdefault(id(old.__dict__[name]), new.__dict__[name])
+                else:
+                    self.shell(old.__dict__[name])
+        slots: dict[type, list[str]] = {}
+        for _, new in pairs:
+            for name, value in new.__dict__.items():
+                if name not in _GROUPS:
+                    new.__dict__[name] = self.turn(value)
+            for name in slots.setdefault(type(new), slot_names(type(new))):
+                value = read(new, name)
+                if value is not UNSET:
+                    write(new, name, self.turn(value))
+        for parameter in parameters:
+            for name, value in parameter.__dict__.items():
+                parameter.__dict__[name] = self.turn(value)
+        while self.unfilled:
+            self.fill(*self.unfilled.pop())
+
+    def turn(self, value: Any) -> Any:
+        if id(value) in self.parts:
+            return self.parts[id(value)]
+        cls = type(value)
+        if cls in _PLAIN:
+            return self.shell(value)
+        if isinstance(value, Module):
+            inner, _ = unbox(value)  # a wrapper's place is taken by what it held
+            return self.parts.get(id(inner), value)
+        turned = _TURNED.get(cls)
+        return value if turned is None else turned(self, value)
+
+    def shell(self, container: Any) -> Any:
+        """A new container to be filled later: containers may hold each other, and may be nested deeply."""
+        new = container.copy()
+        self.parts[id(container)] = new
+        if container:
+            self.unfilled.append((container, new))
+        return new
+
+    def fill(self, container: Any, new: Any) -> None:
+        items = list(container.items() if isinstance(container, dict) else container)
+        new.clear()
+        if isinstance(container, dict):
+            new.update((self.turn(key), self.turn(value)) for key, value in items)
+        elif isinstance(container, set):
+            new.update(map(self.turn, items))
+        else:
+            new.extend(map(self.turn, items))
+
+    def turn_tuple(self, value: Any) -> Any:
+        items = tuple(map(self.turn, value))
+        return value if all(one is other for one, other in zip(items, value, strict=True)) else items
+
+    def turn_method(self, value: Any) -> Any:
+        owner = self.turn(value.__self__) if isinstance(value.__self__, Module) else value.__self__
+        return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
+
+    def turn_partial(self, value: Any) -> Any:
+        return partial(
+            self.turn(value.func), *map(self.turn, value.args), **{k: self.turn(v) for k, v in value.keywords.items()}
+        )
+
+    def turn_reference(self, value: Any) -> Any:
+        """A weak reference; what it refers to is turned only if it is a part, never made anew."""
+        target = value()
+        return weakref.ref(self.parts[id(target)]) if target is not None and id(target) in self.parts else value
+
+    def turn_state(self, value: Any) -> Any:
+        """A hook of torch's, or the handle that removes one: an object that is all in its attributes."""
+        new = blank(type(value))
+        new.__dict__.update({name: self.turn(attribute) for name, attribute in value.__dict__.items()})
+        return new
 
 
-def _turn_container(value: Any, parts: Mapping[int, Any], turned: dict[int, Any]) -> Any:
-    items = list(value.values() if isinstance(value, dict) else value)
-    new = [_turn(item, parts, turned) for item in items]
-    if all(one is other for one, other in zip(items, new, strict=True)):
-        return value
-    if isinstance(value, dict):
-        made = value.copy()
-        made.update(zip(value, new, strict=True))
-        return made
-    if type(value) in (list, tuple, set):
-        return type(value)(new)
-    return value
+_TURNED: dict[type, Callable[[_Turning, Any], Any]] = {
+    tuple: _Turning.turn_tuple,
+    types.MethodType: _Turning.turn_method,
+    partial: _Turning.turn_partial,
+    weakref.ref: _Turning.turn_reference,
+    RemovableHandle: _Turning.turn_state,
+    _WrappedHook: _Turning.turn_state,
+}
 
 
 def _trainable_members(module: Module) -> Collection[Key]:
