@@ -36,6 +36,7 @@ class _Place:
     values: tuple[Any, ...]
     put: Callable[[Any], None] | None
     kind: Leaf | None
+    check: Callable[[Any], str | None] | None = None
 
 
 def fmap_(
@@ -99,7 +100,15 @@ def _place(path: Path, values: tuple[Any, ...], holder: Any, key: Any) -> _Place
     kind = kind_of(type(values[0]))
     if isinstance(kind, Leaf) and kind.write is not None:
         return _Place(path, values, None, kind)
-    return _Place(path, values, _putter(holder, key), kind if isinstance(kind, Leaf) else None)
+    return _Place(path, values, _putter(holder, key), kind if isinstance(kind, Leaf) else None, _checker(holder))
+
+
+def _checker(holder: Any) -> Callable[[Any], str | None] | None:
+    kind = kind_of(type(holder))
+    if isinstance(kind, Box) and kind.check is not None:
+        check = kind.check
+        return lambda value: check(holder, value)
+    return None
 
 
 def _putter(holder: Any, key: Any) -> Callable[[Any], None] | None:
@@ -136,7 +145,7 @@ def _misfit(place: _Place, result: Any) -> str | None:
             return "the result is a tracer, which would leak out of the transformation; use fmap and return its result"
     if place.put is None and place.kind is not None and place.kind.check is not None:
         return place.kind.check(leaf, result)
-    return None
+    return place.check(result) if place.check is not None else None
 
 
 def _refuse(found: Iterable[tuple[Path, str | None]]) -> None:

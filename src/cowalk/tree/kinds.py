@@ -98,6 +98,7 @@ class Box:
         put: writes a content in place: `put(box, content)`; None if boxes are immutable.
         ties: one box object at two paths is one leaf.
         trainable: whether the content is trained; None for yes.
+        check: why a content cannot be put into the box (another shape), or None.
     """
 
     open: Callable[[Any], Any]
@@ -105,6 +106,7 @@ class Box:
     put: Callable[[Any, Any], None] | None = None
     ties: bool = False
     trainable: Callable[[Any], bool] | None = None
+    check: Callable[[Any, Any], str | None] | None = None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
