@@ -96,10 +96,9 @@ private:
         return made;
     }
 
-    // A dict of the parts, with the keys in the plan's order. Copying the node's dict is quicker than growing a new one.
+    // A dict of the parts. The keys are the plan's, not those that the node may have by now: f is free to change it.
     Ref dict(const Step &step) {
-        bool copy = step.kind->layout == Layout::dict && PyDict_Size(node(step)) == static_cast<Py_ssize_t>(step.count);
-        Ref made = Ref::checked(copy ? PyDict_Copy(node(step)) : PyDict_New());
+        Ref made = Ref::checked(PyDict_New());
         set_items(made.get(), step);
         return made;
     }

@@ -208,12 +208,11 @@ PyObject *setup(PyObject *, PyObject *objects) {
         {"isnumeric", &rt.isnumeric},
         {"istrainable", &rt.istrainable},
         {"holds_value", &rt.holds_value},
-        {"tell", &rt.tell},
         {"same", &rt.same},
         {"note", &rt.note},
         {"wrong_outputs", &rt.wrong_outputs},
         {"CycleError", &rt.cycle_error},
-        {"StructureError", &rt.structure_error},
+        {"structure_error", &rt.structure_error},
         {"TieError", &rt.tie_error},
     };
     for (auto &[name, slot] : wanted) {

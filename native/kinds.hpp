@@ -30,7 +30,7 @@ struct Runtime {
     Ref leaf, branch, box, nothing;  // the four kinds' classes
     Ref missing, index, path, path_where;
     Ref find_kind, isleaf, isnumeric, istrainable;
-    Ref holds_value, tell, same, note, wrong_outputs;
+    Ref holds_value, same, note, wrong_outputs;
     Ref cycle_error, structure_error, tie_error;
     Ref dunder_dict;  // interned "__dict__"
 };

@@ -138,10 +138,9 @@ int Plan::traverse(visitproc visit, void *arg) const {
 
 namespace {
 
-[[noreturn]] void raise_structure_error(const Ref &raw, PyObject *trees, const char *hint) {
-    Ref told = Ref::checked(PyObject_CallFunctionObjArgs(runtime().tell.get(), raw.get(), trees, nullptr));
-    Ref error = Ref::checked(PyObject_CallFunction(runtime().structure_error.get(), "Os", told.get(), hint));
-    PyErr_SetObject(runtime().structure_error.get(), error.get());
+[[noreturn]] void raise_structure_error(const Ref &raw, PyObject *trees) {
+    Ref error = Ref::checked(PyObject_CallFunctionObjArgs(runtime().structure_error.get(), raw.get(), trees, nullptr));
+    PyErr_SetObject(reinterpret_cast<PyObject *>(Py_TYPE(error.get())), error.get());
     throw PythonError{};
 }
 
@@ -150,7 +149,7 @@ namespace {
 void settle(Plan &plan, const Options &options, PyObject *trees) {
     if (!plan.differences.empty()) {
         Ref raw = plan.raw_differences(options.strict);
-        if (PyList_GET_SIZE(raw.get())) raise_structure_error(raw, trees, "");
+        if (PyList_GET_SIZE(raw.get())) raise_structure_error(raw, trees);
     }
     if (!plan.tie_errors.empty()) {
         PyErr_SetObject(runtime().tie_error.get(), plan.tie_errors.front().get());
@@ -167,8 +166,7 @@ void settle(Plan &plan, const Options &options, PyObject *trees) {
                 plan.differences.push_back({Misfit::missing, j, plan.visits[i].spot, Ref(), true});
         }
     if (!plan.differences.empty())
-        raise_structure_error(plan.raw_differences(true), trees,
-                              "Give the values, or choose another policy: missing='skip', 'pass' or a function.");
+        raise_structure_error(plan.raw_differences(true), trees);
 }
 
 std::vector<Value> filled(const Plan &plan, uint32_t visit, const Options &options) {

@@ -74,7 +74,6 @@ __all__ = [
     "StructureError",
     "TieError",
     "WriteError",
-    "__version__",
     "aliases",
     "children",
     "diff",

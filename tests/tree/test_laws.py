@@ -361,6 +361,18 @@ def test_law_6_a_message_prints_no_array_and_stays_short() -> None:
     assert "494 more" in str(caught.value)
 
 
+def test_law_6_well_known_mistakes_get_advice_that_fits() -> None:
+    model = Module({"w": Cell(1.0), "running": Cell(1.0)}, {"sub": Module({"w": Cell(2.0)}, {})})
+    with pytest.raises(StructureError, match=r"pass cowalk\.unflatten"):
+        walk(model, {"w": Cell(1.0), "sub.w": Cell(1.0)})
+    with pytest.raises(StructureError, match=r"where=cowalk\.istrainable"):
+        walk(model, {"w": Cell(1.0), "sub": {"w": Cell(1.0)}})
+    with pytest.raises(StructureError, match="strict=False"):
+        walk(model, {"w": Cell(1.0), "sub": {}})
+    with pytest.raises(StructureError, match="missing='skip'"):
+        walk(model, None, missing="error")
+
+
 def test_law_6_not_strict_takes_absent_as_missing_and_ignores_extras() -> None:
     lead, follower = {"a": 1.0, "b": [1.0, 2.0]}, {"b": [5.0, 6.0, 7.0], "c": 1.0}
     assert pairs(lead, follower, strict=False) == {"b.0": (1.0, 5.0), "b.1": (2.0, 6.0)}
@@ -764,6 +776,18 @@ def test_law_14_walks_in_many_threads_while_types_are_registered() -> None:
     for thread in threads:
         thread.join()
     assert not failures
+
+
+def test_law_3_what_f_does_to_the_lead_is_not_in_the_result() -> None:
+    lead = {"a": 1, "b": 2, "c": [3]}
+
+    def spoil(x: int) -> int:
+        lead.pop("b", None)
+        lead["new"] = 5
+        lead["a"] = lead.pop("a", 0)
+        return -x
+
+    assert list(fmap(spoil, lead).items()) == [("a", -1), ("b", -2), ("c", [-3])]
 
 
 def test_law_14_f_may_walk() -> None:

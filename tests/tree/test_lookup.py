@@ -77,6 +77,11 @@ def test_unflatten_refuses_names_that_lead_through_a_value(flat: dict[str, Any])
         unflatten(flat)
 
 
+def test_unflatten_refuses_two_names_for_one_place() -> None:
+    with pytest.raises(PathError, match="same path"):
+        unflatten({"a": 1, "['a']": 2})
+
+
 def test_children_of_any_node() -> None:
     assert cowalk.children(Wrapper(Layer(1, 2))) == {"weight": 1, "bias": 2}
     assert cowalk.children(3.0) == {}

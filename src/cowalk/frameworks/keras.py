@@ -1,20 +1,21 @@
 """Keras 3: layers open into their variables and sublayers by name, on the torch and JAX back ends.
 
 A layer's children are its own variables (trainable, non-trainable, states of seed generators) and its sublayers, under the
-names that stand in `variable.path`. Equal names are kept apart: a layer's second "w" is "w_1". Input layers, which hold nothing,
-are left out. An optimizer's children are its variables.
+names that stand in `variable.path`. Equal names are kept apart: a layer's second "w" is "w_1". Input layers, which hold
+nothing, are left out. An optimizer's children are its variables.
 
-A new model is made in two steps: each layer is closed as an empty shell, and when all are there, `keras_rewiring` fills them. No
-`__init__`, `build`, `from_config` or initialiser runs. A new model is not compiled, whatever the old one was, as with
+A new model is made in two steps: each layer is closed as an empty shell, and when all are there, `keras_rewiring` fills them.
+No `__init__`, `build`, `from_config` or initialiser runs. A new model is not compiled, whatever the old one was, as with
 `keras.models.clone_model`: an optimizer belongs to the variables it was made for.
 
-Losses are differentiated in the variables that are trainable themselves, whatever the `trainable` of the layers above says: that
-is what Keras trains. What the loss assigns to other variables (batch statistics, seeds, metrics) is assigned, as it would be
-without cowalk.
+Losses are differentiated in the variables that are trainable themselves, whatever the `trainable` of the layers above says:
+that is what Keras trains. What the loss assigns to other variables (batch statistics, seeds, metrics) is assigned, as it would
+be without cowalk.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -24,17 +25,15 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 from cowalk.frameworks.framework import Differentiated, Framework, add_framework
 from cowalk.frameworks.keras_rewiring import Rewiring, own_variables
-from cowalk.frameworks.keras_variables import BACKEND, VARIABLE, Variable, copied
+from cowalk.frameworks.keras_variables import BACKEND, VARIABLE, Variable
 from cowalk.tree.errors import CowalkError
 from cowalk.tree.kinds import Branch, Kind, add_finder, istrainable
 from cowalk.tree.paths import Key, Path
 from cowalk.tree.records import blank
 from cowalk.tree.walk import fmapstructure, walk
 
-if BACKEND == "torch":  # before this file's framework is added: the one added last is asked first
-    from cowalk.frameworks import torch as backend
-elif BACKEND == "jax":
-    from cowalk.frameworks import jax as backend
+# Loaded before this file's framework is added: the one added last is asked first.
+backend: Any = importlib.import_module(f"cowalk.frameworks.{BACKEND}") if BACKEND in ("torch", "jax") else None
 
 Layer: Any = keras.Layer
 Optimizer: Any = keras.Optimizer
@@ -77,7 +76,7 @@ def _close(node: Any, children: dict[Key, Any]) -> Any:
 
 def _finish(pairs: Sequence[tuple[Any, Any]], renewed: Mapping[int, Any]) -> None:
     # A part that a walk skipped stands for itself in `renewed`.
-    wiring = Rewiring(copied, {key: new for key, new in renewed.items() if id(new) != key})
+    wiring = Rewiring({key: new for key, new in renewed.items() if id(new) != key})
     for old, new in pairs:
         wiring.add(old, new)
     for old, new in pairs:
@@ -116,8 +115,8 @@ def differentiate(
     """The gradients of a loss in a model's trainable variables."""
     if BACKEND not in ("torch", "jax"):
         raise CowalkError(
-            f"cowalk differentiates Keras models on the torch and JAX back ends, not on {BACKEND}; set KERAS_BACKEND before Keras "
-            "is imported"
+            f"cowalk differentiates Keras models on the torch and JAX back ends, not on {BACKEND}; set KERAS_BACKEND before "
+            "Keras is imported"
         )
     before = _variables(model)
     if not before:
@@ -128,8 +127,8 @@ def differentiate(
     made = _variables(model).keys() - before.keys()
     if made:
         raise CowalkError(
-            f"{_called(model)} was not fully built: the loss made {', '.join(map(str, sorted(made)[:5]))}, whose gradient is not "
-            "known. The variables are there now; call it again"
+            f"{_called(model)} was not fully built: the loss made {', '.join(map(str, sorted(made)[:5]))}, whose gradient is "
+            "not known. The variables are there now; call it again"
         )
     return found
 
@@ -201,8 +200,8 @@ def optimizer_state(model: Any, optimizer: Any) -> Any:
     variables = _variables(model)
     if owners and not {id(owner) for owner in owners} & {id(variable) for variable in variables.values()}:
         raise CowalkError(
-            f"this {type(optimizer).__name__} was built for other variables than those of {_called(model)} (before it was copied "
-            "or rebuilt?)"
+            f"this {type(optimizer).__name__} was built for other variables than those of {_called(model)} (before it was "
+            "copied or rebuilt?)"
         )
     state: dict[int, dict[str, Any]] = {}
     for attribute, slots in vars(optimizer).items():

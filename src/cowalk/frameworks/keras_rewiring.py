@@ -23,13 +23,16 @@ import keras
 from keras.src.ops.symbolic_arguments import SymbolicArguments
 from keras.src.utils import tracking
 
+from cowalk.frameworks.keras_variables import Variable, copied
 from cowalk.tree.errors import KindError
 from cowalk.tree.records import blank
 from cowalk.tree.walk import fmap
 
 Layer: Any = keras.Layer
-_OWNERS: tuple[Any, ...] = (keras.Metric, keras.Optimizer, keras.random.SeedGenerator)
-_OBJECTS: tuple[Any, ...] = (*_OWNERS, keras.KerasTensor, SymbolicArguments, tracking.Tracker)
+_OBJECTS: tuple[Any, ...] = (
+    *(keras.Metric, keras.Optimizer, keras.random.SeedGenerator, keras.KerasTensor),
+    *(SymbolicArguments, tracking.Tracker),
+)
 _CONTAINERS: frozenset[type] = frozenset(
     {list, dict, set, OrderedDict, defaultdict}
     | {cls for name, cls in vars(tracking).items() if name.startswith("Tracked") and isinstance(cls, type)}
@@ -57,8 +60,7 @@ def own_variables(layer: Any) -> list[Any]:
 class Rewiring:
     """One rewiring: what each old part has become, and the copies whose contents are still to come."""
 
-    def __init__(self, copy_variable: Callable[[Any], Any], parts: dict[int, Any]) -> None:
-        self.copy_variable = copy_variable
+    def __init__(self, parts: dict[int, Any]) -> None:
         self.parts = parts  # by the id of the old part
         self.alive: list[Any] = []  # an id is good as long as its object lives
         self.unfilled: list[tuple[Any, Any]] = []
@@ -71,12 +73,12 @@ class Rewiring:
         """Say what an old part has become."""
         if self.parts.setdefault(id(old), new) is not new:
             raise KindError(
-                f"{type(old).__name__} {getattr(old, 'path', None) or getattr(old, 'name', '')!r} stands at several paths of a "
-                "Keras model and got a different result at each. Keras keeps it in one place, so they cannot come apart: "
+                f"{type(old).__name__} {getattr(old, 'path', None) or getattr(old, 'name', '')!r} stands at several paths of "
+                "a Keras model and got a different result at each. Keras keeps it in one place, so they cannot come apart: "
                 "use ties='share', or fmapstructure."
             )
         self.alive.append(old)
-        if isinstance(old, keras.Variable):
+        if isinstance(old, Variable):
             self.add_tensor(old, new)
 
     def add_tensor(self, old: Any, new: Any) -> None:
@@ -89,14 +91,14 @@ class Rewiring:
         """Say what a child has become. One that a walk left alone is copied: two models share nothing that changes."""
         if old is not new:
             self.add(old, new)
-        elif isinstance(old, keras.Variable):
+        elif isinstance(old, Variable):
             self.add_variable(old)
         else:
             self.add_operation(old)
 
     def add_variable(self, variable: Any) -> None:
         if id(variable) not in self.parts:
-            self.add(variable, self.copy_variable(variable))
+            self.add(variable, copied(variable))
 
     def add_operation(self, operation: Any) -> None:
         """Copy a layer or another operation that is no child of a new layer but belongs to its graph."""
@@ -155,9 +157,10 @@ class Rewiring:
             items = [self.turn(item) for item in value]
             changed = any(one is not other for one, other in zip(items, value, strict=True))
             return tuple.__new__(cls, items) if changed else value
+        if isinstance(value, Variable):  # one that its layer does not track, such as the state of a stateful RNN
+            self.add_variable(value)
+            return self.parts[id(value)]
         if isinstance(value, _OBJECTS):
-            for variable in _owned(value):
-                self.add_variable(variable)
             return self.shell(value)
         if not isinstance(value, Layer) and _is_module(value):
             new = fmap(lambda tensor: self.parts.get(id(tensor), tensor), value)
@@ -204,7 +207,9 @@ class Rewiring:
         except ValueError:  # nothing is in it yet
             return cell
         # Only what is a part itself, or a function over one: a container in a closure may be anybody's.
-        new = _TURNED[type(content)](self, content) if type(content) in _TURNED else self.parts.get(id(content), content)
+        new = (
+            _TURNED[type(content)](self, content) if type(content) in _TURNED else self.parts.get(id(content), content)
+        )
         if new is content:
             return cell
         self.alive.append(cell)
@@ -213,6 +218,10 @@ class Rewiring:
     # --- contents ---
 
     def fill(self, old: Any, new: Any) -> None:
+        if isinstance(old, keras.Optimizer):  # without its model it stays with the variables that it was built for
+            for variable in old._trainable_variables:  # noqa: SLF001
+                self.parts.setdefault(id(variable), variable)
+                self.alive.append(variable)
         if hasattr(old, "__dict__"):
             vars(new).update({name: self.turn(value) for name, value in vars(old).items()})
         if isinstance(old, dict):
@@ -259,7 +268,9 @@ class Rewiring:
             vars(new)["_keras_history"] = history._replace(operation=None, node_index=0, tensor_index=0)
 
     def fill_tracker(self, old: Any, new: Any) -> None:
-        vars(new)["stored_ids"] = {name: {id(self.turn(item)) for item in store} for name, (_, store) in old.config.items()}
+        vars(new)["stored_ids"] = {
+            name: {id(self.turn(item)) for item in store} for name, (_, store) in old.config.items()
+        }
 
     def fill_optimizer(self, old: Any, new: Any) -> None:
         new_ids = {id(variable): id(self.turn(variable)) for variable in old._trainable_variables}  # noqa: SLF001
@@ -286,13 +297,6 @@ _FILLED: dict[Any, Callable[[Rewiring, Any, Any], None]] = {
 def _nodes(function: Any) -> Iterator[Any]:
     for nodes in vars(function)["_nodes_by_depth"].values():
         yield from nodes
-
-
-def _owned(value: Any) -> list[Any]:
-    """The variables that a metric, an optimizer or a seed generator holds for itself."""
-    if isinstance(value, keras.random.SeedGenerator):
-        return [value.state]
-    return list(vars(value).get("_variables", ())) if isinstance(value, _OWNERS) else []
 
 
 def _is_module(value: Any) -> bool:

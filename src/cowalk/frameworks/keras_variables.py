@@ -1,7 +1,7 @@
 """Keras variables: boxes whose identity makes a tie, each around memory of its own.
 
-Assignments write into a variable's memory on torch, and jitted steps give it away on JAX. So a new variable never shares it with
-the old one: a value that does (f returned what it got, or another array over the same cells) is copied.
+Assignments write into a variable's memory on torch, and jitted steps give it away on JAX. So a new variable never shares it
+with the old one: a value that does (f returned what it got, or another array over the same cells) is copied.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import keras
 import numpy as np
 
 from cowalk.tree.kinds import Box, Leaf, kind_of
-from cowalk.tree.records import blank
+from cowalk.tree.records import blank, copy_state
 
 BACKEND: str = keras.backend.backend()
+ops: Any = keras.ops
 # The common base of what users make as keras.Variable and of what other parts of Keras make.
 Variable: Any = next(base for base in keras.Variable.__mro__ if base.__module__ == "keras.src.backend.common.variables")
 
@@ -26,9 +27,9 @@ def _open(variable: Any) -> Any:
 
 def _close(variable: Any, content: Any) -> Any:
     new = blank(type(variable))
-    for name, value in vars(variable).items():
-        vars(new)[name] = value
-    vars(new)["_value"] = content = _stored(variable, content)
+    copy_state(variable, new)
+    content = _stored(variable, content)
+    object.__setattr__(new, "_value", content)  # with KERAS_NNX_ENABLED a property over a slot
     if hasattr(content, "shape") and hasattr(content, "dtype"):
         shape = tuple(content.shape)
         vars(new).update(_shape=shape, _ndim=len(shape), _dtype=keras.backend.standardize_dtype(content.dtype))
@@ -43,11 +44,15 @@ def copied(variable: Any) -> Any:
 def _stored(variable: Any, content: Any) -> Any:
     """A value as the back end keeps it in a variable; what is no array (f may return anything) stays what it is."""
     if isinstance(content, np.ndarray) and BACKEND != "numpy":
-        content = keras.ops.convert_to_tensor(content)
+        content = ops.convert_to_tensor(content)
     if content is not None and _shares_memory(content, variable._value):  # noqa: SLF001
-        content = keras.ops.copy(content)
-    torch: Any = sys.modules.get("torch") if BACKEND == "torch" else None
-    if torch is None or not isinstance(content, torch.Tensor):
+        content = ops.copy(content)
+    return _as_parameter(variable, content) if BACKEND == "torch" else content
+
+
+def _as_parameter(variable: Any, content: Any) -> Any:
+    torch: Any = sys.modules["torch"]
+    if not isinstance(content, torch.Tensor):
         return content
     if torch._C._functorch.is_functorch_wrapped_tensor(content):  # noqa: SLF001  (its gradient is still wanted)
         return content
@@ -57,7 +62,7 @@ def _stored(variable: Any, content: Any) -> Any:
 
 def _shares_memory(one: Any, other: Any) -> bool:
     if one is other:
-        return keras.ops.is_tensor(one)
+        return ops.is_tensor(one)
     address = _address(one)
     return address is not None and address == _address(other)
 
@@ -67,7 +72,7 @@ def _address(array: Any) -> Any:
     if BACKEND == "jax":  # distinct arrays may hold one buffer
         try:
             return [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
-        except (AttributeError, RuntimeError, ValueError):  # a tracer, a deleted array, no array
+        except (AttributeError, RuntimeError, TypeError, ValueError):  # a tracer, a deleted array, no array
             return None
     kind = kind_of(type(array))
     span = kind.span(array) if isinstance(kind, Leaf) and kind.span is not None else None
@@ -77,7 +82,7 @@ def _address(array: Any) -> Any:
 def _check(variable: Any, content: Any) -> str | None:
     """Why a value cannot be assigned to a variable."""
     try:
-        shape = tuple(keras.ops.shape(keras.ops.convert_to_tensor(content)))
+        shape = tuple(ops.shape(ops.convert_to_tensor(content)))
     except (TypeError, ValueError):
         return f"the result is a {type(content).__name__}, which no variable can hold"
     if shape != tuple(variable.shape):

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any, Protocol, cast
 
 from cowalk.tree import kinds, matching, reference
-from cowalk.tree.errors import CycleError, StructureError, TieError
+from cowalk.tree.errors import CycleError, TieError
 from cowalk.tree.missing import MISSING
 from cowalk.tree.paths import Index, Path
 from cowalk.tree.where import PathWhere
@@ -80,12 +80,11 @@ if _native is not None:
             "isnumeric": kinds.isnumeric,
             "istrainable": kinds.istrainable,
             "holds_value": matching.holds_value,
-            "tell": matching.tell,
             "same": reference.same,
             "note": reference.note,
             "wrong_outputs": reference.wrong_outputs,
             "CycleError": CycleError,
-            "StructureError": StructureError,
+            "structure_error": matching.structure_error,
             "TieError": TieError,
         }
     )

@@ -98,10 +98,14 @@ def unflatten(flat: Mapping[str, Any]) -> dict[Key, Any]:
     """
     tree: dict[Key, Any] = {}
     branches: dict[Path, dict[Key, Any]] = {Path(): tree}
+    values: dict[Path, str] = {}
     for text, value in flat.items():
         path = Path.parse(text)
         if path in branches:
             raise PathError(f"{text!r} holds a value, but other names lead through it", path, path)
+        if path in values:
+            raise PathError(f"{text!r} is the same path as {values[path]!r}", path, path)
+        values[path] = text
         holder = tree
         for depth in range(1, len(path)):
             here = path[:depth]

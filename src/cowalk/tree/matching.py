@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from cowalk.tree.errors import Difference, DifferenceKind, nearest
+from cowalk.tree.errors import Difference, DifferenceKind, StructureError, nearest
 from cowalk.tree.kinds import Box, Branch, Kind, Leaf, is_missing, isnumeric, kind_of
 from cowalk.tree.paths import Index, Key, Path, twin
 
@@ -88,6 +88,41 @@ def holds_value(node: Any, numeric: bool) -> bool:
 def tell(raw: Iterable[RawDifference], trees: Sequence[Any]) -> list[Difference]:
     """Differences as found by a walk (kind, tree, path in the lead, key) with all that a reader needs to mend them."""
     return [_TELL.get(kind, _tell_node)(kind, tree, Path(path), key, trees) for kind, tree, path, key in raw]
+
+
+def structure_error(raw: Sequence[RawDifference], trees: Sequence[Any]) -> StructureError:
+    """The error that tells of differences, with advice that fits them."""
+    return StructureError(tell(raw, trees), _advice(raw, trees))
+
+
+def _advice(raw: Sequence[RawDifference], trees: Sequence[Any]) -> str:
+    """What to do about differences of a well-known sort; empty for all others."""
+    if all(kind == "missing" for kind, *_ in raw):
+        return "Give the values, or choose another policy: missing='skip', 'pass' or a function."
+    for kind, tree, path, key in raw:
+        if kind == "extra" and not path and isinstance(key, str) and "." in key and _leads_somewhere(trees[0], key):
+            return f"The keys of tree {tree} are paths: pass cowalk.unflatten(…) of it."
+    if all(kind == "absent" and not _holds_trainable(trees[0], (*path, key)) for kind, _, path, key in raw):
+        return "Nothing of this is trained: where=cowalk.istrainable walks the trained parameters only."
+    return ""
+
+
+def _leads_somewhere(tree: Any, text: str) -> bool:
+    try:
+        return follow(tree, Path.parse(text))[2]
+    except ValueError:
+        return False
+
+
+def _holds_trainable(tree: Any, path: Sequence[Key]) -> bool:
+    """Whether anything that is trained stands at or below a path, going down as a walk of the trained parameters does."""
+    node = tree
+    for key in path:
+        inner, kind = unbox(node)
+        if not isinstance(kind, Branch) or (kind.trainable is not None and key not in kind.trainable(inner)):
+            return False
+        node = kind.open(inner).get(key)
+    return holds_value(node, numeric=True)
 
 
 def _keys(node: Any) -> list[Key]:

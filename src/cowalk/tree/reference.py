@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
-from cowalk.tree.errors import CycleError, DifferenceKind, StructureError, TieError
+from cowalk.tree.errors import CycleError, DifferenceKind, TieError
 from cowalk.tree.kinds import Box, Branch, Kind, Leaf, is_missing, isleaf, isnumeric, istrainable, kind_of
-from cowalk.tree.matching import NO_KEY, RawDifference, holds_value, is_sequence, partner, tell, unbox
+from cowalk.tree.matching import NO_KEY, RawDifference, holds_value, is_sequence, partner, structure_error, unbox
 from cowalk.tree.missing import MISSING
-from cowalk.tree.paths import Key, Path
+from cowalk.tree.paths import Key, Path, brief
 from cowalk.tree.where import Where, takes_path
 
 Link = tuple[Any, Key] | None
@@ -308,7 +308,7 @@ def align(trees: Sequence[Any], where: Where, missing: Any, strict: bool, ties: 
     plan = Alignment(trees, where, ties).run()
     fatal = [raw for raw in plan.differences if strict or raw[0] in ("leaf", "branch")]
     if fatal:
-        raise StructureError(tell(fatal, trees))
+        raise structure_error(fatal, trees)
     if plan.ties:
         raise plan.ties[0]
     settle(plan, missing, trees)
@@ -325,9 +325,7 @@ def settle(plan: Plan, missing: Any, trees: Sequence[Any]) -> None:
         visit.skipped = bool(gone)
         absent.extend(("missing", j, path_of(visit.link), None) for j in gone)
     if missing == "error" and absent:
-        raise StructureError(
-            tell(absent, trees), "Give the values, or choose another policy: missing='skip', 'pass' or a function."
-        )
+        raise structure_error(absent, trees)
 
 
 def differences(trees: Sequence[Any], where: Where) -> tuple[list[RawDifference], list[TieError]]:
@@ -412,13 +410,13 @@ def call(f: Callable[..., Any], visit: Visit, missing: Any, with_path: bool, out
 
 def note(error: BaseException, path: Path) -> None:
     """Tell the reader of an exception of f at which leaf it happened."""
-    error.add_note(f"cowalk: while visiting the leaf at {path or 'the root'}")
+    error.add_note(f"cowalk: while visiting the leaf at {brief(path)}")
 
 
 def wrong_outputs(made: Any, outputs: int, path: Path) -> TypeError:
     got = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
     return TypeError(
-        f"with outputs={outputs}, f must return a tuple of {outputs} values; at {path or 'the root'} it returned {got}"
+        f"with outputs={outputs}, f must return a tuple of {outputs} values; at {brief(path)} it returned {got}"
     )
 
 
