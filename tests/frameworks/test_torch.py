@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import functools
 import pickle
-import weakref
 from typing import Any
 
 import pytest
@@ -64,6 +62,17 @@ def test_a_struct_sequence_opens_by_its_names_and_closes_as_itself():
     assert names(found) == ["values", "indices"]
     assert type(doubled) is type(found)
     assert (doubled.values.item(), doubled.indices.item()) == (6.0, 2)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_numeric_leaves(layout):
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+    assert cowalk.isnumeric(nested)
+    (doubled,) = cowalk.fmap(lambda t: t * 2, [nested])
+    assert [part.sum().item() for part in doubled.unbind()] == [4.0, 6.0]
+    assert [alias.kind for alias in cowalk.aliases([nested, nested])] == ["tie"]
+    assert cowalk.aliases([nested, torch.ones(2)]) == []
 
 
 def test_a_packed_sequence_opens_as_a_named_tuple():
@@ -336,122 +345,6 @@ def test_custom_attribute_access_is_not_asked():
     assert torch.equal(new.twice, module.twice * 3)
 
 
-# --- references that are no children ---
-
-
-class Block(nn.Module):
-    def __init__(self, parent: nn.Module):
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-        self.parent = weakref.ref(parent)
-        self.__dict__["owner"] = parent  # past registration, as people do to avoid a cycle
-
-    def forward(self, x):
-        return self.linear(x)
-
-
-class Stack(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = Block(self), Block(self)
-        self.order = [self.b, self.a]
-        self.by_name = {"first": (self.a, 1), "deep": [[self.b]]}
-        self.rates = {self.a.linear.weight: 0.1}
-        self.chosen = {self.a, self.b}
-        self.order.append(self.order)
-        self.calls = 0
-        self.handle = self.a.register_forward_hook(self.count)
-        self.b.register_forward_pre_hook(functools.partial(self.count_more, 10))
-        self.register_load_state_dict_pre_hook(Stack.loading)
-        self._register_load_state_dict_pre_hook(self.loading)
-        self.call = self.count
-
-    def count(self, *_):
-        self.calls += 1
-
-    def count_more(self, number, *_):
-        self.calls += number
-
-    def loading(self, *_):
-        self.calls += 100
-
-    def forward(self, x):
-        for block in self.order[:2]:
-            x = block.linear(x)
-        return x
-
-
-def test_plain_containers_of_registered_modules_follow():
-    stack = Stack()
-    new = cowalk.fmap(lambda t: clone(t) * 2, stack)
-    assert (new.order[0], new.order[1]) == (new.b, new.a)
-    assert new.order[2] is new.order
-    assert new.by_name["first"] == (new.a, 1)
-    assert new.by_name["deep"][0][0] is new.b
-    assert next(iter(new.rates)) is new.a.linear.weight
-    assert new.chosen == {new.a, new.b}
-    assert stack.order[0] is stack.b
-    assert stack.chosen == {stack.a, stack.b}
-    x = torch.ones(1, 2)
-    assert torch.equal(new(x), new.a.linear(new.b.linear(x)))
-
-
-def test_references_to_the_parent_follow():
-    new = cowalk.fmap(clone, Stack())
-    assert new.a.parent() is new
-    assert new.b.owner is new
-
-
-def test_hooks_that_are_methods_follow():
-    stack = Stack()
-    new = cowalk.fmap(clone, stack)
-    x = torch.ones(1, 2)
-    new.a(x), new.b(x)
-    new.call()
-    assert (stack.calls, new.calls) == (0, 12)
-    new.load_state_dict(stack.state_dict())
-    assert (stack.calls, new.calls) == (0, 212)
-
-
-def test_a_handle_removes_the_hook_of_its_own_module():
-    stack = Stack()
-    new = cowalk.fmap(clone, stack)
-    new.handle.remove()
-    assert (len(stack.a._forward_hooks), len(new.a._forward_hooks)) == (1, 0)
-
-
-def test_a_deeply_nested_plain_container_is_no_danger():
-    module = nn.Linear(1, 1)
-    chain: list[Any] = [module]
-    for _ in range(20_000):
-        chain = [chain]
-    module.chain = chain
-    inner = cowalk.fmap(clone, module).chain
-    for _ in range(20_000):
-        inner = inner[0]
-    assert inner[0] is not module
-    assert type(inner[0]) is nn.Linear
-
-
-def test_an_lstm_computes_with_its_new_weights():
-    lstm, x = nn.LSTM(2, 3, num_layers=2), torch.ones(4, 1, 2)
-    expected = lstm(x)[0]
-    new = cowalk.fmap(lambda t: torch.zeros_like(t), lstm)
-    assert all(one is other for one, other in zip(new._flat_weights, new.parameters(), strict=True))
-    assert not new(x)[0].any()
-    assert torch.equal(lstm(x)[0], expected)
-    new.flatten_parameters()
-    assert not new(x)[0].any()
-
-
-def test_a_gru_trains_its_new_weights():
-    gru, x = nn.GRU(2, 3, bidirectional=True), torch.ones(4, 1, 2)
-    new = cowalk.fmap(clone, gru)
-    new(x)[0].sum().backward()
-    assert all(p.grad is not None for p in new.parameters())
-    assert all(p.grad is None for p in gru.parameters())
-
-
 # --- parametrizations ---
 
 
@@ -538,6 +431,20 @@ def test_a_shared_module_is_shared_again_unless_its_paths_are_told_apart():
     assert torch.equal(apart[2].weight, layer.weight + 2)
 
 
+def test_a_shared_module_that_comes_apart_has_hooks_and_containers_of_its_own():
+    layer = nn.Linear(1, 1)
+    layer.notes = []
+    model = nn.Sequential(layer, layer)
+    layer.register_forward_hook(lambda *_: None)
+    apart = cowalk.fmap(lambda path, p: p + float(str(path[0])), model, with_path=True, ties="each")
+    apart[0].register_forward_hook(lambda *_: None)
+    apart[0].register_forward_pre_hook(lambda *_: None)
+    apart[0].notes.append(1)
+    assert [len(each._forward_hooks) for each in (*apart, layer)] == [2, 1, 1]
+    assert [len(each._forward_pre_hooks) for each in (*apart, layer)] == [1, 0, 0]
+    assert [each.notes for each in (*apart, layer)] == [[1], [], []]
+
+
 def test_gradients_of_a_tie_given_twice_are_summed_only_if_asked():
     model = Language()
     grads = {"emb": {"weight": torch.ones(5, 2)}, "head": {"weight": torch.ones(5, 2)}}
@@ -551,6 +458,18 @@ def test_two_views_of_one_gradient_are_one_gradient():
     model, grad = Language(), torch.ones(5, 2)
     grads = {"emb": {"weight": grad[:]}, "head": {"weight": grad[:]}}
     assert cowalk.fmapstructure(lambda p, g: g.sum().item(), model, grads)["emb"] == {"weight": 10.0}
+
+
+def test_a_conjugate_or_negative_view_of_a_gradient_is_another_gradient():
+    grad = torch.tensor([1.0 + 2.0j])
+    weights = [torch.zeros(1, dtype=torch.complex64)] * 2
+    with pytest.raises(cowalk.TieError):
+        cowalk.fmapstructure(lambda p, g: g, weights, [grad, grad.conj()])
+    negative = grad.conj().imag
+    assert negative.is_neg()
+    assert (negative.data_ptr(), negative.stride()) == (grad.imag.data_ptr(), grad.imag.stride())
+    with pytest.raises(cowalk.TieError):
+        cowalk.fmapstructure(lambda p, g: g, [torch.zeros(1)] * 2, [grad.imag, negative])
 
 
 def test_a_transposed_view_is_an_overlap_and_no_tie():

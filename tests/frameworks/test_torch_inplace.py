@@ -114,6 +114,48 @@ def test_a_broadcastable_result_is_no_result():
     refused("shape", lambda t: torch.zeros(()), [torch.ones(2)])
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+def test_a_sparse_result_with_other_entries_is_refused_before_anything_is_written():
+    tree = [torch.zeros(2), torch.eye(2).to_sparse_csr()]
+    full = torch.ones(2, 2).to_sparse_csr()
+    assert refused("4 elements, the tensor 2", lambda t: full if t is tree[1] else t + 1, tree) == ["1"]
+    assert tree[0].tolist() == [0.0, 0.0]
+    cowalk.fmap_(lambda t: t * 3, tree)
+    assert tree[1].to_dense().tolist() == [[3.0, 0.0], [0.0, 3.0]]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors_are_written_if_they_are_jagged():
+    parts = [torch.ones(2), torch.ones(3)]
+    assert refused("nested", lambda t: t * 2, [torch.nested.nested_tensor(parts)]) == ["0"]
+    assert refused("nested", lambda _: torch.nested.nested_tensor(parts), [torch.ones(2)]) == ["0"]
+    jagged = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    cowalk.fmap_(lambda t: t * 2, [jagged])
+    assert jagged.values().tolist() == [2.0] * 5
+
+
+def test_a_result_that_is_a_view_of_its_own_leaf_is_read_before_it_is_written():
+    square, row = torch.arange(9.0).reshape(3, 3), torch.arange(5.0)
+    cowalk.fmap_(lambda t: t.T, [square])
+    cowalk.fmap_(lambda _: row[1:], [row[:4]])
+    assert square.tolist() == [[0.0, 3.0, 6.0], [1.0, 4.0, 7.0], [2.0, 5.0, 8.0]]
+    assert row.tolist() == [1.0, 2.0, 3.0, 4.0, 4.0]
+
+
+def test_a_fake_tensor_does_not_leak_out_of_its_mode():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        fake = torch.ones(2)
+    tree = [torch.zeros(2), torch.zeros(2)]
+    assert refused("leak", lambda t: fake if t is tree[1] else t + 1, tree) == ["1"]
+    assert refused("fake", lambda t: torch.ones(2), [fake]) == ["0"]
+    assert tree[0].tolist() == [0.0, 0.0]
+    with FakeTensorMode():
+        module = nn.Linear(2, 2)
+        assert cowalk.fmap_(lambda p: p * 2, module) is module
+
+
 def test_numbers_and_other_floats_are_cast():
     tree = [torch.zeros(()), torch.zeros(2, dtype=torch.bfloat16)]
     cowalk.fmap_(lambda t: 1.5 if t.ndim == 0 else torch.full((2,), 2.5, dtype=torch.float64), tree)

@@ -138,6 +138,56 @@ def test_fully_sharded_data_parallel_is_seen_through():
     assert type(zeros(wrapped)) is nn.Sequential
 
 
+def test_an_averaged_model_has_a_state_of_its_own_and_is_no_wrapper():
+    averaged = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
+    assert paths(averaged) == ["n_averaged", "module.weight", "module.bias"]
+    new = cowalk.fmap(lambda t: t.detach().clone(), averaged)
+    new.update_parameters(nn.Linear(2, 2))
+    assert (new.n_averaged, averaged.n_averaged) == (1, 0)
+
+
+@pytest.mark.usefixtures("group")
+def test_gradients_of_a_distributed_model_are_those_of_its_module_and_it_trains_on():
+    module = nn.Linear(2, 2)
+    wrapped = nn.parallel.DistributedDataParallel(module)
+    expected = cowalk.gradient(lambda m: m(X).square().sum(), module)
+    for _ in range(2):  # a first one must not leave the wrapper waiting for its own backward pass
+        grads = cowalk.gradient(lambda m: m(X).square().sum(), wrapped)
+        assert cowalk.fmapstructure(torch.equal, grads, expected) == {"weight": True, "bias": True}
+    wrapped(X).square().sum().backward()
+    assert torch.equal(module.bias.grad, grads["bias"])
+
+
+@pytest.mark.usefixtures("group")
+def test_a_sharded_model_says_how_to_get_its_gradients_and_has_them_then():
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    sharded = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    sharded.load_state_dict(plain.state_dict())
+    fully_shard(sharded, mesh=dist.init_device_mesh("cpu", (1,)))
+    with pytest.raises(cowalk.CowalkError, match=r"loss.backward\(\)"):
+        cowalk.gradient(lambda m: m(X).sum(), sharded)
+    sharded(X).sum().backward()
+    expected = cowalk.gradient(lambda m: m(X).sum(), plain)
+    found = cowalk.fmapstructure(lambda e, g: torch.equal(e, g.full_tensor()), expected, cowalk.gradients_of(sharded))
+    assert set(cowalk.flatten(found).values()) == {True}
+
+
+@pytest.mark.usefixtures("group")
+def test_the_state_of_an_optimizer_inside_of_another_is_found():
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    module = nn.Linear(2, 2)
+    outer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.Adam, lr=0.1)
+    assert cowalk.optimizer_state(module, outer) == {"weight": None, "bias": None}
+    module(X).sum().backward()
+    outer.step()
+    states = cowalk.optimizer_state(module, outer)
+    assert states["bias"]["exp_avg"] is outer.optim.state[module.bias]["exp_avg"]
+
+
 def test_a_subclass_of_a_wrapper_is_a_wrapper():
     class MyParallel(nn.DataParallel):
         pass

@@ -128,6 +128,27 @@ def test_gradients_are_found_although_gradients_are_switched_off_outside():
     assert grads["used"]["weight"] is not None
 
 
+def test_gradients_are_found_in_inference_mode():
+    model = Heads()
+    with torch.inference_mode():
+        grads = cowalk.gradient(lambda m: m(X).sum(), model)
+        by_copy = cowalk.gradient(lambda t: (t["w"] ** 2).sum(), {"w": torch.tensor([3.0])})
+    assert grads["used"]["weight"].tolist() == [[2.0, 2.0]]
+    assert by_copy["w"].tolist() == [6.0]
+
+
+def test_a_dict_of_frozen_parameters_has_none():
+    named = dict(nn.Linear(2, 1).requires_grad_(False).named_parameters())
+    assert cowalk.gradient(lambda p: (p["weight"] ** 2).sum(), named) == {"weight": None, "bias": None}
+
+
+def test_a_lazy_model_gets_its_shapes_from_the_loss():
+    model = nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 1))
+    grads = cowalk.gradient(lambda m: m(X).sum(), model)
+    assert grads["0"]["weight"].shape == (2, 2)
+    assert cowalk.diff(model, grads) == []
+
+
 def test_a_dict_of_tensors_needs_no_requires_grad():
     tree = {"w": torch.tensor([3.0]), "steps": torch.tensor(3), "more": [torch.tensor([1.0]), "text", None]}
     grads = cowalk.gradient(lambda t: (t["w"] ** 2).sum(), tree)
@@ -247,6 +268,19 @@ def test_states_of_a_tied_parameter_stand_under_its_first_path():
     states = cowalk.optimizer_state(model, optimizer)
     assert list(states["emb"]["weight"]) == ["momentum_buffer"]
     assert states["head"]["weight"] is None
+
+
+def test_states_are_found_through_what_stands_around_an_optimizer():
+    class Around:
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+    model = Heads()
+    optimizer = stepped(model, model.parameters())
+    states = cowalk.optimizer_state(model, Around(Around(optimizer)))
+    assert states["used"]["bias"]["exp_avg"] is optimizer.state[model.used.bias]["exp_avg"]
+    with pytest.raises(cowalk.CowalkError, match="expected a torch optimizer, got Around"):
+        cowalk.optimizer_state(model, Around(optimizer.state_dict()))
 
 
 def test_an_optimizer_that_has_not_stepped_gives_none_everywhere():

@@ -673,6 +673,17 @@ def test_law_10_everything_is_checked_before_anything_is_written() -> None:
         fmap_(minus, {"w": weight}, {"v": weight})
 
 
+def test_law_10_a_result_in_the_memory_of_another_leaf_is_refused() -> None:
+    x, y, own = np.zeros(2), np.ones(2), np.arange(4.0)
+    with pytest.raises(WriteError, match="lies in the memory of b"):
+        fmap_(lambda _, other: other, {"a": x, "b": y}, {"a": y, "b": x})
+    assert (x.tolist(), y.tolist()) == ([0, 0], [1, 1])
+    fmap_(lambda w: w[::-1], [own, np.zeros(3)])
+    assert own.tolist() == [3, 2, 1, 0]
+    fmap_(lambda _, other: other, [x, y], [own[:2], own[2:]])
+    assert (x.tolist(), y.tolist()) == ([3, 2], [1, 0])
+
+
 def test_law_10_a_tied_array_is_written_once() -> None:
     shared = np.zeros(1)
     fmap_(lambda p: p + 1, [shared, shared])

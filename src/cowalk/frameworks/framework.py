@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cowalk.tree.kinds import load_imported
+from cowalk.tree.kinds import leaf, load_imported
 
 
 class Differentiated(NamedTuple):
@@ -42,6 +42,11 @@ class Framework:
     differentiate: Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any], bool], Differentiated]
     stored_gradients: Callable[[Any], Any] | None = None
     optimizer_state: Callable[[Any, Any], Any] | None = None
+
+
+@leaf
+class ParameterState(dict[str, Any]):
+    """An optimizer's state of one parameter, by name. A walk takes it for a leaf, as the parameter is one."""
 
 
 _frameworks: list[Framework] = []

@@ -23,7 +23,7 @@ from typing import Any
 import keras
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 
-from cowalk.frameworks.framework import Differentiated, Framework, add_framework
+from cowalk.frameworks.framework import Differentiated, Framework, ParameterState, add_framework
 from cowalk.frameworks.keras_rewiring import Rewiring, own_variables
 from cowalk.frameworks.keras_variables import BACKEND, VARIABLE, Variable
 from cowalk.tree.errors import CowalkError
@@ -209,7 +209,7 @@ def optimizer_state(model: Any, optimizer: Any) -> Any:
             for owner, slot in zip(owners, slots, strict=True):
                 if slot is not None:
                     state.setdefault(id(owner), {})[_slot_name(owner, slot, attribute)] = slot.value
-    found = {path: state[id(variable)] for path, variable in variables.items() if id(variable) in state}
+    found = {path: ParameterState(state[id(variable)]) for path, variable in variables.items() if id(variable) in state}
     return _under_paths(model, found)
 
 

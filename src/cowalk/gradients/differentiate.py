@@ -75,7 +75,9 @@ def gradients_of(model: Any) -> Any:
 def optimizer_state(model: Any, optimizer: Any) -> Any:
     """An optimizer's state of each parameter, under the model's paths: `{"fc": {"weight": {"exp_avg": …}}}`.
 
-    Parameters are found by identity, never by position. None stands where the optimizer has no state for a parameter.
+    Parameters are found by identity, never by position. None stands where the optimizer has no state for a parameter. The
+    state of one parameter is a dict that walks take for a leaf, so that it stands beside its parameter:
+    `for path, (p, g, s) in walk(model, gradients_of(model), optimizer_state(model, optimizer))`.
 
     Raises:
         FrameworkError: the model's framework keeps optimizer states as trees of their own (Optax): walk them as they are.

@@ -13,9 +13,12 @@ from cowalk.measure.blocks import is_numbers, is_tensor
 from cowalk.measure.quotients import ratio_of
 from cowalk.measure.table import RatioRow, RatioTable, State
 from cowalk.tree import MISSING, CowalkError, Leaf, Path, fmapstructure, is_missing, isleaf, istrainable, kind_of, walk
+from cowalk.tree.matching import holds_value
 from cowalk.tree.paths import brief
 from cowalk.tree.walk import Ties
 from cowalk.tree.where import Where
+
+_NOTHING = "a class of your own opens with cowalk.functor, and arrays have to be of floating or complex numbers"
 
 
 class MeasureError(CowalkError, ValueError):
@@ -69,11 +72,10 @@ def ratio(model: Any, grads: Any, *, ties: Ties = "share", where: Where = istrai
     |p/g| is the learning rate at which one plain gradient step would be as large as
     the parameter itself.
     """
-    problems = [
-        (path, reason)
-        for path, (parameter, gradient) in walk(model, grads, where=where, missing="pass", ties=ties)
-        if (reason := _obstacle(parameter, gradient)) is not None
-    ]
+    leaves = list(walk(model, grads, where=where, missing="pass", ties=ties))
+    problems = [(path, reason) for path, values in leaves if (reason := _obstacle(*values)) is not None]
+    if not leaves and holds_value(model, numeric=False):
+        problems = [(Path(), f"where= finds nothing to measure in this {type(model).__name__}; {_NOTHING}")]
     if problems:
         raise MeasureError(problems)
     measured = fmapstructure(_row, model, grads, where=where, missing="pass", ties=ties, with_path=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +57,7 @@ def fmap_(
 
     Args:
         f: makes a new value of a leaf, or changes its first argument and returns it.
-        trees: the lead and its followers (the other arguments are those of every walk, see cowalk.tree.walk).
+        trees: the lead and its followers (the other arguments are those of `cowalk.walk`).
         with_path: give f the leaf's `Path` first.
 
     Returns:
@@ -85,6 +86,7 @@ def fmap_(
     _refuse((place.path, _obstacle(place)) for place in places)
     results = [_call(f, place, with_path) for place in places]
     _refuse((place.path, _misfit(place, result)) for place, result in zip(places, results, strict=True))
+    _refuse(_crossing(places, results))
     for place, result in zip(places, results, strict=True):
         if result is place.values[0]:
             continue
@@ -146,6 +148,34 @@ def _misfit(place: _Place, result: Any) -> str | None:
     if place.put is None and place.kind is not None and place.kind.check is not None:
         return place.kind.check(leaf, result)
     return place.check(result) if place.check is not None else None
+
+
+def _crossing(places: list[_Place], results: list[Any]) -> Iterator[tuple[Path, str | None]]:
+    """Results that lie in the memory of other leaves: writing those would change them before they are read."""
+    written = [(span, i) for i, place in enumerate(places) if place.put is None and (span := _span(place.values[0]))]
+    written.sort(key=lambda entry: (str(entry[0][0]), *entry[0][1:]))
+    starts = [(str(device), start) for (device, start, _), _ in written]
+    for i, result in enumerate(results):
+        span = None if result is places[i].values[0] else _span(result)
+        if span is None:
+            continue
+        device, start, stop = span
+        at = bisect_left(starts, (str(device), stop))
+        # Leaves start in order; those before the first that ends ahead of the result cannot reach it unless they nest.
+        for (other_device, _, other_stop), owner in reversed(written[:at]):
+            if other_device != device or other_stop <= start:
+                break
+            if owner != i:
+                yield (
+                    places[i].path,
+                    f"the result lies in the memory of {brief(places[owner].path)}, also written; copy it",
+                )
+                break
+
+
+def _span(value: Any) -> tuple[Any, int, int] | None:
+    kind = kind_of(type(value))
+    return kind.span(value) if isinstance(kind, Leaf) and kind.span is not None else None
 
 
 def _refuse(found: Iterable[tuple[Path, str | None]]) -> None:

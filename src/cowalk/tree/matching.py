@@ -102,6 +102,8 @@ def _advice(raw: Sequence[RawDifference], trees: Sequence[Any]) -> str:
     for kind, tree, path, key in raw:
         if kind == "extra" and not path and isinstance(key, str) and "." in key and _leads_somewhere(trees[0], key):
             return f"The keys of tree {tree} are paths: pass cowalk.unflatten(…) of it."
+    if all(kind in ("leaf", "branch") for kind, *_ in raw):
+        return "A leaf never fits a branch: open its type with cowalk.functor or register, or pass the part that fits."
     if all(kind == "absent" and not _holds_trainable(trees[0], (*path, key)) for kind, _, path, key in raw):
         return "Nothing of this is trained: where=cowalk.istrainable walks the trained parameters only."
     return ""

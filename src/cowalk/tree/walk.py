@@ -42,7 +42,17 @@ def walk(
 ) -> Iterator[tuple[Path, tuple[Any, ...]]]:
     """Iterate over the leaves of the trees, side by side, in the lead's order.
 
-    The trees are compared at once, before the first leaf comes; the arguments are those of every walk (see this module).
+    The trees are compared at once, before the first leaf comes.
+
+    Args:
+        trees: the lead, then its followers, which are matched to it by key.
+        where: which nodes to visit, asked from the root down: a predicate, a type (or several), or a path pattern such as
+            "encoder.*.weight". The leaves by default.
+        missing: at a leaf where a follower has no value: "skip" it, "pass" MISSING, raise an "error", or a function that
+            makes the value from the lead's leaf.
+        strict: absent and extra keys are errors; if False, absent means missing and extras are ignored.
+        ties: how the followers' values at the paths of one tied leaf are joined: "share" (they must agree), "sum", "first",
+            or "each" (every path is a leaf of its own).
 
     Yields:
         (path, leaves): where the leaf is in the lead, and its value in each tree.
@@ -82,7 +92,7 @@ def fmap(
 
     Args:
         f: makes a new leaf; with `outputs=n`, a tuple of n leaves.
-        trees: the lead and its followers (the other arguments are those of every walk, see this module).
+        trees: the lead and its followers (the other arguments are those of `walk`).
         with_path: give f the leaf's `Path` first.
         outputs: how many trees to make.
 
