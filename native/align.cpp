@@ -12,12 +12,6 @@ struct Opened {
     const Kind *kind;
 };
 
-bool equal(PyObject *a, PyObject *b) {
-    int truth = PyObject_RichCompareBool(a, b, Py_EQ);
-    if (truth < 0) throw PythonError{};
-    return truth;
-}
-
 // Whether two keys are the same text, at the price of a look at their characters; false for all other keys.
 bool same_text(PyObject *a, PyObject *b) {
     if (a == b) return true;
@@ -394,8 +388,11 @@ private:
             COWALK_UNLOCK();
             return;
         }
-        case Layout::tuple:
         case Layout::namedtuple:
+            if (static_cast<size_t>(PyTuple_GET_SIZE(node)) != kind->names.size())
+                Ref::checked(PyObject_CallOneArg(kind->open.get(), node));  // says what is wrong
+            [[fallthrough]];
+        case Layout::tuple:
             frame.children = static_cast<uint32_t>(PyTuple_GET_SIZE(node));
             for (uint32_t i = 0; i < frame.children; ++i) push_child(PyTuple_GET_ITEM(node, i));
             return;
@@ -546,6 +543,7 @@ private:
         bool is_length = sequences && PyDict_Size(theirs) != static_cast<Py_ssize_t>(frame.children);
         if (is_length) length = misfit(Misfit::length, tree, spot, Ref(), false);
         Py_ssize_t matched = 0;
+        Ref lead_keys;           // as a set, made when first needed
         std::vector<Ref> twins;  // keys of the follower found under another spelling
         Py_ssize_t at = 0;
         bool in_step = true;  // the follower's next key is the lead's next key: no look-up needed
@@ -563,7 +561,7 @@ private:
 #endif
             Ref key = child_key(kind, plan_->keys, frame.keys, i);
             if (!child) child = dict_item(theirs, key.get());
-            if (!child && !mappings) child = find_twin(frame, kind, key.get(), theirs, twins);
+            if (!child && !mappings) child = find_twin(frame, kind, key.get(), theirs, twins, lead_keys);
             if (child) {
                 beside(frame, i, tree) = Value(std::move(child));
                 ++matched;
@@ -575,27 +573,31 @@ private:
         if (matched != PyDict_Size(theirs)) add_extras(tree, frame, spot, kind, theirs, twins, is_length ? &length : nullptr);
     }
 
-    Ref find_twin(const Frame &frame, const Kind *kind, PyObject *key, PyObject *theirs, std::vector<Ref> &twins) {
+    Ref find_twin(const Frame &frame, const Kind *kind, PyObject *key, PyObject *theirs, std::vector<Ref> &twins,
+                  Ref &lead_keys) {
         Ref other = twin(key);
         if (!other) return Ref();
         Ref child = dict_item(theirs, other.get());
-        if (!child || lead_has(frame, kind, other.get())) return Ref();
+        if (!child) return Ref();
+        if (!lead_keys) lead_keys = key_set(frame, kind);
+        int taken = PySet_Contains(lead_keys.get(), other.get());
+        if (taken < 0) throw PythonError{};
+        if (taken) return Ref();
         twins.push_back(std::move(other));
         return child;
     }
 
-    bool lead_has(const Frame &frame, const Kind *kind, PyObject *key) {
+    Ref key_set(const Frame &frame, const Kind *kind) {
+        Ref keys = Ref::checked(PySet_New(nullptr));
         for (uint32_t i = 0; i < frame.children; ++i)
-            if (equal(child_key(kind, plan_->keys, frame.keys, i).get(), key)) return true;
-        return false;
+            if (PySet_Add(keys.get(), child_key(kind, plan_->keys, frame.keys, i).get()) < 0) throw PythonError{};
+        return keys;
     }
 
     // The children that only the follower has, if there is any value in them.
     void add_extras(size_t tree, const Frame &frame, Spot spot, const Kind *kind, PyObject *theirs,
                     const std::vector<Ref> &twins, const Value *length) {
-        Ref known = Ref::checked(PySet_New(nullptr));
-        for (uint32_t i = 0; i < frame.children; ++i)
-            if (PySet_Add(known.get(), child_key(kind, plan_->keys, frame.keys, i).get()) < 0) throw PythonError{};
+        Ref known = key_set(frame, kind);
         for (const Ref &key : twins)
             if (PySet_Add(known.get(), key.get()) < 0) throw PythonError{};
         Ref items = Ref::checked(PyDict_Items(theirs));
@@ -625,6 +627,7 @@ private:
     }
 
     void finish() {
+        plan_->row.clear();  // it holds the root
         revisit_ties();
         settle_absent();
     }

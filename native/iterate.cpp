@@ -14,6 +14,19 @@ struct Walk {
     PyObject *pair, *values;    // the tuples given out last, owned: used again if nobody else holds them by now
     uint32_t next;
     bool holders;
+    bool running;  // values are being made, by user code that must not come back here
+};
+
+// While a walk moves on, nobody else may move it: a callback, a finalizer, another thread.
+class Running {
+public:
+    explicit Running(bool &flag) : flag_(flag) { flag_ = true; }
+    ~Running() { flag_ = false; }
+    Running(const Running &) = delete;
+    Running &operator=(const Running &) = delete;
+
+private:
+    bool &flag_;
 };
 
 PyTypeObject *walk_type = nullptr;
@@ -80,7 +93,12 @@ void fill_values(PyObject *tuple, const Plan &plan, uint32_t number, const Optio
 
 PyObject *walk_next(PyObject *self) {
     auto *walk = reinterpret_cast<Walk *>(self);
+    if (walk->running) {
+        PyErr_SetString(PyExc_ValueError, "this walk is moving on already");
+        return nullptr;
+    }
     if (!walk->plan) return nullptr;
+    Running running(walk->running);
     const Plan &plan = *walk->plan;
     while (walk->next < plan.visits.size() && plan.visits[walk->next].skipped) ++walk->next;
     if (walk->next >= plan.visits.size()) {

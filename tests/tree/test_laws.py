@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
 import gc
 import pickle
 import sys
@@ -804,6 +805,88 @@ def test_law_3_what_f_does_to_the_lead_is_not_in_the_result() -> None:
 def test_law_14_f_may_walk() -> None:
     tree = {"a": [1, 2]}
     assert fmap(lambda x: fmap(lambda y: y + x, tree), [1, 2]) == [{"a": [2, 3]}, {"a": [3, 4]}]
+
+
+# --- what once broke ---
+
+
+def test_a_tuple_that_does_not_have_the_fields_it_claims_is_refused() -> None:
+    odd = type("Odd", (tuple,), {"_fields": ("a", "b")})
+    for items in ((), (1,), range(50)):
+        for call in (cowalk.flatten, lambda t: fmap(lambda x: x, t), lambda t: fmapstructure(lambda x: x, t)):
+            with pytest.raises(cowalk.KindError, match="2 _fields"):
+                call(odd(items))
+    assert pairs(odd((1, 2))) == {"a": (1,), "b": (2,)}
+
+
+def test_a_walk_that_is_moved_on_from_inside_says_so() -> None:
+    def advance(p: float) -> float:
+        list(walking)
+        return p
+
+    walking = walk({i: float(i) for i in range(100)}, dict.fromkeys(range(100)), missing=advance)
+    with pytest.raises(ValueError, match="already"):
+        next(walking)
+
+
+def test_absurd_numbers_of_outputs_are_refused() -> None:
+    for outputs in (2**62, 2**63, 2**70, 1001):
+        with pytest.raises(ValueError, match="outputs="):
+            fmap(lambda x: (x,), {"e": 1.0}, outputs=outputs)
+
+
+def test_a_slotted_class_without_open_fields_is_an_empty_node() -> None:
+    @dataclass(slots=True)
+    class Empty:
+        pass
+
+    assert isinstance(fmap(lambda x: x, [Empty()])[0], Empty)
+
+
+def test_records_over_containers_and_values_lose_nothing() -> None:
+    @attrs.define(slots=False)
+    class Tagged(dict[str, Any]):
+        tag: int = 3
+
+    node = Tagged()
+    node["w"] = 1.0
+    assert pairs(node) == {"w": (1.0,)}
+    made = fmap(lambda x: x + 1, node)
+    assert (dict(made), made.tag) == ({"w": 2.0}, 3)
+    number = dataclass(init=False)(type("Number", (float,), {}))(3.5)
+    assert fmap(lambda x: x, [number]) == [3.5]
+    with pytest.raises(cowalk.KindError):
+        cowalk.functor("x")(list)
+
+
+def test_what_was_cached_of_the_old_values_is_not_carried_over() -> None:
+    @dataclass
+    class Squared:
+        w: float
+
+        @functools.cached_property
+        def square(self) -> float:
+            return self.w**2
+
+    node = Squared(3.0)
+    assert node.square == 9.0
+    assert fmap(lambda w: 10 * w, node).square == 900.0
+    assert node.square == 9.0
+
+
+def test_a_result_inside_a_large_leaf_is_refused_whatever_lies_between() -> None:
+    a = np.arange(100.0)
+    lead = {"big": a, "small": a[10:20], "z": np.zeros(10)}
+    with pytest.raises(WriteError, match="lies in the memory of big"):
+        fmap_(lambda _, g: g, lead, {"big": np.full(100, 7.0), "small": np.full(10, 7.0), "z": a[50:60]})
+
+
+def test_texts_of_keys_that_print_as_something_else_are_their_own() -> None:
+    class Name(str):
+        def __str__(self) -> str:
+            return "same"
+
+    assert cowalk.flatten({Name("a"): 1, Name("b"): 2}) == {"a": 1, "b": 2}
 
 
 # --- options that belong to no single law ---

@@ -113,3 +113,15 @@ def test_strategies_make_trees_that_are_worth_walking() -> None:
             sizes.append(0)
     assert max(sizes) > 10
     assert sum(size > 1 for size in sizes) > 50
+
+
+def test_a_tree_that_holds_its_own_walk_is_collected() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.params = {"w": 1.0, "owner": self}
+            self.walking = cowalk.walk(self.params)
+            next(self.walking)
+
+    gone = weakref.ref(Trainer())
+    gc.collect()
+    assert gone() is None

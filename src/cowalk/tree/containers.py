@@ -143,12 +143,24 @@ def _find_tuple(cls: type) -> Kind:
     if isinstance(fields, tuple) and all(isinstance(name, str) for name in fields):  # pyright: ignore[reportUnknownVariableType]
         names = tuple(map(str, fields))  # pyright: ignore[reportUnknownArgumentType]
         return Branch(
-            open=lambda node: dict(zip(names, tuple.__iter__(node), strict=True)),
+            open=_open_named(names),
             close=_close_tuple,
             layout="namedtuple",
             names=names,
         )
     return Branch(_open_sequence(tuple.__iter__), _close_tuple, plain=tuple)
+
+
+def _open_named(names: tuple[str, ...]) -> Callable[[Any], dict[Key, Any]]:
+    def open_named(node: Any) -> dict[Key, Any]:
+        items = tuple(tuple.__iter__(node))
+        if len(items) != len(names):
+            raise KindError(
+                f"a {type(node).__name__} of {len(items)} items has {len(names)} _fields; make the type a leaf with cowalk.leaf"
+            )
+        return dict(zip(names, items, strict=True))
+
+    return open_named
 
 
 def _struct_sequence_names(cls: Any) -> tuple[Key, ...]:

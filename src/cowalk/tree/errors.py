@@ -76,7 +76,7 @@ class Difference:
         path: where in the lead. For "extra" it is the node that lacks the key.
         follower_path: where in the follower. For "absent" it is the node that lacks the key.
         key: the key in question, for "absent" and "extra".
-        nearest: the key the user may have meant, or None.
+        nearest: the key the user may have meant, or None; looked for at the first 20 differences only.
         lead_type, follower_type: type names of the two nodes.
         lengths: lengths of the two sequences, for "length".
     """

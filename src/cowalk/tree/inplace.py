@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from cowalk.tree import engine
@@ -155,17 +156,17 @@ def _crossing(places: list[_Place], results: list[Any]) -> Iterator[tuple[Path, 
     written = [(span, i) for i, place in enumerate(places) if place.put is None and (span := _span(place.values[0]))]
     written.sort(key=lambda entry: (str(entry[0][0]), *entry[0][1:]))
     starts = [(str(device), start) for (device, start, _), _ in written]
+    reach = list(accumulate((stop for (_, _, stop), _ in written), max))  # how far the leaves up to here go at most
     for i, result in enumerate(results):
         span = None if result is places[i].values[0] else _span(result)
         if span is None:
             continue
         device, start, stop = span
-        at = bisect_left(starts, (str(device), stop))
-        # Leaves start in order; those before the first that ends ahead of the result cannot reach it unless they nest.
-        for (other_device, _, other_stop), owner in reversed(written[:at]):
-            if other_device != device or other_stop <= start:
+        for at in range(bisect_left(starts, (str(device), stop)) - 1, -1, -1):
+            (other_device, _, other_stop), owner = written[at]
+            if other_device != device or reach[at] <= start:
                 break
-            if owner != i:
+            if owner != i and other_stop > start:
                 yield (
                     places[i].path,
                     f"the result lies in the memory of {brief(places[owner].path)}, also written; copy it",

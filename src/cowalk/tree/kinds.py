@@ -317,7 +317,7 @@ def register(
     >>> cowalk.fmap(lambda x: x + 1, Pair(1, 2)).right
     3
     """
-    _check_registrable(cls)
+    check_registrable(cls)
     set_kind(cls, Branch(open, close, mapping=mapping))
 
 
@@ -331,12 +331,13 @@ def leaf(cls: T) -> T:
     >>> cowalk.isleaf(Quantity((1, "m")))
     True
     """
-    _check_registrable(cls)
+    check_registrable(cls)
     set_kind(cls, PLAIN_LEAF)
     return cls
 
 
-def _check_registrable(cls: Any) -> None:
+def check_registrable(cls: Any) -> None:
+    """Raise KindError for what is no type, or one that cowalk itself opens."""
     if not isinstance(cls, type):
         raise KindError(f"expected a type to register, got {type(cls).__name__} {cls!r:.80}")
     if cls in (dict, list, tuple, type(None), Missing):

@@ -82,7 +82,12 @@ def flatten(tree: Any) -> dict[str, Any]:
     {'layers.0.weight': 5.0}
     """
     leaves = engine.current().walk((tree,), isleaf, "skip", True, "each", False)
-    return {str(path): leaf for path, (leaf,) in leaves}
+    flat: dict[str, Any] = {}
+    for path, (leaf,) in leaves:
+        if str(path) in flat:
+            raise PathError(f"two leaves have the path {str(path)!r}: their keys print alike", path, path)
+        flat[str(path)] = leaf
+    return flat
 
 
 def unflatten(flat: Mapping[str, Any]) -> dict[Key, Any]:

@@ -14,6 +14,7 @@ from cowalk.tree.kinds import Box, Branch, Kind, Leaf, is_missing, isnumeric, ki
 from cowalk.tree.paths import Index, Key, Path, twin
 
 NO_KEY = object()
+_GUESSES = 20  # a guess looks at all keys of a node, so only the first differences get one
 RawDifference = tuple[DifferenceKind, int, Sequence[Key], Key]
 
 
@@ -87,7 +88,10 @@ def holds_value(node: Any, numeric: bool) -> bool:
 
 def tell(raw: Iterable[RawDifference], trees: Sequence[Any]) -> list[Difference]:
     """Differences as found by a walk (kind, tree, path in the lead, key) with all that a reader needs to mend them."""
-    return [_TELL.get(kind, _tell_node)(kind, tree, Path(path), key, trees) for kind, tree, path, key in raw]
+    return [
+        _TELL.get(kind, _tell_node)(kind, tree, Path(path), key, trees, number < _GUESSES)
+        for number, (kind, tree, path, key) in enumerate(raw)
+    ]
 
 
 def structure_error(raw: Sequence[RawDifference], trees: Sequence[Any]) -> StructureError:
@@ -132,35 +136,43 @@ def _keys(node: Any) -> list[Key]:
     return list(kind.open(node)) if isinstance(kind, Branch) else []
 
 
-def _tell_node(kind: DifferenceKind, tree: int, path: Path, key: Key, trees: Sequence[Any]) -> Difference:
-    lead, _, _ = follow(trees[0], path)
-    follower, follower_path, _ = follow(trees[tree], path)
+def _guess(key: Key, node: Any, other: Any) -> Key | None:
+    """The key of one node that may have been meant by a key of the other, among those that the other lacks."""
+    taken = {str(each) for each in _keys(other)}
+    return nearest(key, [each for each in _keys(node) if str(each) not in taken])
+
+
+def _tell_node(kind: DifferenceKind, tree: int, path: Path, key: Key, trees: Sequence[Any], _: bool) -> Difference:
+    lead = follow(trees[0], path)[0]
+    follower, follower_path = follow(trees[tree], path)[:2]
     lead, follower = unbox(lead)[0], unbox(follower)[0]
     lengths = (len(_keys(lead)), len(_keys(follower))) if kind == "length" else None
     return Difference(kind, tree, path, follower_path, key, None, type(lead).__name__, type(follower).__name__, lengths)
 
 
-def _tell_absent(kind: DifferenceKind, tree: int, path: Path, key: Key, trees: Sequence[Any]) -> Difference:
+def _tell_absent(
+    kind: DifferenceKind, tree: int, path: Path, key: Key, trees: Sequence[Any], guessed: bool
+) -> Difference:
     lead, _, _ = follow(trees[0], path)
     follower, follower_path, _ = follow(trees[tree], path)
-    lead_keys = [str(other) for other in _keys(lead)]
-    guess = nearest(key, [other for other in _keys(follower) if str(other) not in lead_keys])
+    guess = _guess(key, follower, lead) if guessed else None
     return Difference(
         kind, tree, Path((*path, key)), follower_path, key, guess, type(lead).__name__, type(follower).__name__
     )
 
 
-def _tell_extra(kind: DifferenceKind, tree: int, path: Path, key: Key, trees: Sequence[Any]) -> Difference:
+def _tell_extra(
+    kind: DifferenceKind, tree: int, path: Path, key: Key, trees: Sequence[Any], guessed: bool
+) -> Difference:
     lead, _, _ = follow(trees[0], path)
     follower, follower_path, _ = follow(trees[tree], path)
-    follower_keys = [str(other) for other in _keys(follower)]
-    guess = nearest(key, [other for other in _keys(lead) if str(other) not in follower_keys])
+    guess = _guess(key, lead, follower) if guessed else None
     return Difference(
         kind, tree, path, Path((*follower_path, key)), key, guess, type(lead).__name__, type(follower).__name__
     )
 
 
-_TELL: dict[str, Callable[[DifferenceKind, int, Path, Key, Sequence[Any]], Difference]] = {
+_TELL: dict[str, Callable[[DifferenceKind, int, Path, Key, Sequence[Any], bool], Difference]] = {
     "absent": _tell_absent,
     "extra": _tell_extra,
 }

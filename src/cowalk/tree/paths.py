@@ -91,8 +91,9 @@ class Path(tuple[Key, ...]):
 def _text(key: Key) -> str:
     if isinstance(key, Index):
         return f".{int(key)}"
-    if isinstance(key, str) and _WORD.fullmatch(key):
-        return f".{key}"
+    if isinstance(key, str):
+        plain = str.__str__(key)  # a subclass, or an enum, may print as something else
+        return f".{plain}" if _WORD.fullmatch(plain) else f"[{plain!r}]"
     return f"[{key!r}]"
 
 

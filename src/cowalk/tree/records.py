@@ -7,16 +7,21 @@ A record is closed by copying the old object's state into a blank one and settin
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast, overload
 
 from cowalk.tree.errors import KindError
-from cowalk.tree.kinds import Branch, Kind, add_finder, set_kind
+from cowalk.tree.kinds import Branch, Kind, add_finder, check_registrable, set_kind
 from cowalk.tree.paths import Key
 
 T = TypeVar("T", bound=type)
 UNSET = object()
+# Classes over these hold more than attributes: they open as their base does, or are leaves.
+_VALUES = (dict, list, tuple, deque, set, frozenset, str, bytes, bytearray, int, float, complex)
 _EMPTY: dict[str, Any] = {}
 
 
@@ -74,10 +79,25 @@ def _slot(cls: type, name: str) -> types.MemberDescriptorType | None:
     return None
 
 
+_cached: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
+
+
+def _cached_names(cls: type) -> tuple[str, ...]:
+    """The names of a class's cached properties."""
+    names = _cached.get(cls)
+    if names is None:
+        members = ((name, member) for base in cls.__mro__ for name, member in base.__dict__.items())
+        names = tuple(name for name, member in members if isinstance(member, functools.cached_property))
+        _cached[cls] = names
+    return names
+
+
 def copy_state(node: Any, new: Any) -> None:
-    """Copy all attributes, stored in the instance dict or in slots, from one object to another of its class."""
+    """Copy all attributes but cached properties, stored in the instance dict or in slots, to another object of the class."""
     if hasattr(node, "__dict__"):
         new.__dict__.update(node.__dict__)
+        for name in _cached_names(type(node)):  # what was computed from the old values
+            new.__dict__.pop(name, None)
     for name in slot_names(type(node)):
         value = read(node, name)
         if value is not UNSET:
@@ -104,7 +124,7 @@ def record(cls: type, names: tuple[str, ...], *, frozen: bool = False) -> Branch
         open=lambda node: open_record(node, names),
         close=close_record,
         put=None if frozen else write,
-        layout=None if set(names) & set(slot_names(cls)) else "record",
+        layout="record" if cls.__dictoffset__ and not set(names) & set(slot_names(cls)) else None,
         names=names,
     )
 
@@ -136,6 +156,7 @@ def functor(*args: Any) -> Any:
     (6.0, <built-in function max>)
     """
     if len(args) == 1 and isinstance(args[0], type):
+        check_registrable(args[0])
         set_kind(args[0], Branch(open=_all_attributes, close=close_record, put=write))
         return args[0]
     for name in args:
@@ -145,6 +166,7 @@ def functor(*args: Any) -> Any:
     def decorate(cls: T) -> T:
         if not isinstance(cls, type):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise KindError(f"functor(…) decorates a class, got {type(cls).__name__}")
+        check_registrable(cls)
         set_kind(cls, record(cls, args))
         return cls
 
@@ -156,7 +178,7 @@ def _is_static(metadata: Any) -> bool:
 
 
 def _find_dataclass(cls: type) -> Kind | None:
-    if not dataclasses.is_dataclass(cls) or issubclass(cls, dict | list | tuple):
+    if not dataclasses.is_dataclass(cls) or issubclass(cls, _VALUES):
         return None
     names = tuple(field.name for field in dataclasses.fields(cls) if not _is_static(field.metadata))
     return record(cls, names, frozen=cast("Any", cls).__dataclass_params__.frozen)
@@ -164,7 +186,7 @@ def _find_dataclass(cls: type) -> Kind | None:
 
 def _find_attrs(cls: type) -> Kind | None:
     fields = getattr(cls, "__attrs_attrs__", None)
-    if fields is None:
+    if fields is None or issubclass(cls, _VALUES):
         return None
     frozen = (
         getattr(cls.__setattr__, "__name__", "") == "_frozen_setattrs"

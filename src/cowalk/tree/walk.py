@@ -21,6 +21,7 @@ from cowalk.tree.matching import tell
 from cowalk.tree.paths import Path
 from cowalk.tree.where import Where, predicate
 
+_MOST_OUTPUTS = 1000
 Ties = Literal["share", "sum", "first", "each"]
 MissingPolicy = Literal["skip", "pass", "error"] | Callable[[Any], Any]
 
@@ -160,6 +161,6 @@ def _checked(trees: tuple[Any, ...], where: Where, missing: Any = "skip", ties: 
         raise TypeError("a walk needs at least one tree")
     if missing != "skip" or ties != "share":
         check_options(missing, ties)
-    if outputs != 1 and not (isinstance(outputs, int) and outputs >= 1):
-        raise ValueError(f"outputs= is the number of trees to make, 1 or more, not {outputs!r:.60}")
+    if outputs != 1 and not (isinstance(outputs, int) and 1 <= outputs <= _MOST_OUTPUTS):
+        raise ValueError(f"outputs= is the number of trees to make, 1 to {_MOST_OUTPUTS}, not {outputs!r:.60}")
     return where if where is isleaf else predicate(where)
