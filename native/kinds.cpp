@@ -19,6 +19,7 @@ struct Registry {
     std::unordered_map<PyTypeObject *, Known> types;
     std::unordered_map<PyObject *, const Kind *> kinds_by_object;
     std::deque<Kind> kinds;
+    uint64_t changes = 0;  // how often `types` was dropped
 };
 
 Registry &registry() {
@@ -153,8 +154,10 @@ Runtime &runtime() {
 
 const Kind *find_kind(PyTypeObject *type, bool &lasting) {
     lasting = true;
+    uint64_t changes;
     {
         std::lock_guard lock(registry().mutex);
+        changes = registry().changes;
         auto found = registry().types.find(type);
         if (found != registry().types.end()) return found->second.kind;
     }
@@ -169,7 +172,8 @@ const Kind *find_kind(PyTypeObject *type, bool &lasting) {
     if (lasting) {
         Known known{kind, watch(type)};
         std::lock_guard lock(registry().mutex);
-        registry().types.try_emplace(type, std::move(known));
+        // Not if somebody registered something while Python looked: the answer may be out of date.
+        if (changes == registry().changes) registry().types.try_emplace(type, std::move(known));
     }
     return kind;
 }
@@ -178,6 +182,7 @@ void forget_kinds() {
     std::unordered_map<PyTypeObject *, Known> old;
     std::lock_guard lock(registry().mutex);
     std::swap(old, registry().types);
+    ++registry().changes;
 }
 
 const Kind *KindCache::look_up(PyTypeObject *type, Entry &entry) {

@@ -32,7 +32,7 @@ from cowalk import (
     fmapstructure,
     walk,
 )
-from cowalk.tree import Index
+from cowalk.tree import Index, kinds
 from tests.tree.kinds_under_test import (
     MAPPINGS,
     RECORDS,
@@ -879,6 +879,32 @@ def test_a_result_inside_a_large_leaf_is_refused_whatever_lies_between() -> None
     lead = {"big": a, "small": a[10:20], "z": np.zeros(10)}
     with pytest.raises(WriteError, match="lies in the memory of big"):
         fmap_(lambda _, g: g, lead, {"big": np.full(100, 7.0), "small": np.full(10, 7.0), "z": a[50:60]})
+
+
+def test_one_container_at_two_paths_is_not_written_twice() -> None:
+    shared = [1.0]
+    with pytest.raises(WriteError, match=r"it is a\.0 again"):
+        fmap_(minus, {"a": shared, "b": shared}, {"a": [0.25], "b": [0.5]})
+    assert shared == [1.0]
+    fmap_(minus, {"a": shared, "b": shared}, {"a": [0.25], "b": [0.25]})
+    assert shared == [0.75]
+
+
+def test_a_registration_during_a_look_up_is_not_lost() -> None:
+    class Late:
+        pass
+
+    def finder(cls: type) -> None:
+        if cls is Late and not done:
+            done.append(cls)
+            cowalk.functor(Late)
+
+    done: list[type] = []
+    kinds.add_finder(finder)
+    node = Late()
+    node.w = 1.0  # type: ignore[attr-defined]
+    list(walk([node]))
+    assert pairs([node]) == {"0.w": (1.0,)}
 
 
 def test_texts_of_keys_that_print_as_something_else_are_their_own() -> None:

@@ -12,7 +12,7 @@ from cowalk.tree import engine
 from cowalk.tree.errors import CowalkError
 from cowalk.tree.kinds import Box, Branch, Leaf, isleaf, kind_of
 from cowalk.tree.paths import Path, brief
-from cowalk.tree.reference import note
+from cowalk.tree.reference import note, same
 from cowalk.tree.walk import MissingPolicy, Ties, check_options
 from cowalk.tree.where import Where, predicate
 
@@ -39,6 +39,8 @@ class _Place:
     put: Callable[[Any], None] | None
     kind: Leaf | None
     check: Callable[[Any], str | None] | None = None
+    holder: Any = None
+    key: Any = None
 
 
 def fmap_(
@@ -85,6 +87,7 @@ def fmap_(
     walked = engine.current().walk(trees, asked, missing, strict, ties, True)
     places = [_place(*leaf) for leaf in walked]
     _refuse((place.path, _obstacle(place)) for place in places)
+    _refuse(_twice(places))
     results = [_call(f, place, with_path) for place in places]
     _refuse((place.path, _misfit(place, result)) for place, result in zip(places, results, strict=True))
     _refuse(_crossing(places, results))
@@ -103,7 +106,9 @@ def _place(path: Path, values: tuple[Any, ...], holder: Any, key: Any) -> _Place
     kind = kind_of(type(values[0]))
     if isinstance(kind, Leaf) and kind.write is not None:
         return _Place(path, values, None, kind)
-    return _Place(path, values, _putter(holder, key), kind if isinstance(kind, Leaf) else None, _checker(holder))
+    return _Place(
+        path, values, _putter(holder, key), kind if isinstance(kind, Leaf) else None, _checker(holder), holder, key
+    )
 
 
 def _checker(holder: Any) -> Callable[[Any], str | None] | None:
@@ -172,6 +177,18 @@ def _crossing(places: list[_Place], results: list[Any]) -> Iterator[tuple[Path, 
                     f"the result lies in the memory of {brief(places[owner].path)}, also written; copy it",
                 )
                 break
+
+
+def _twice(places: list[_Place]) -> Iterator[tuple[Path, str | None]]:
+    """Places that are one place of one container at two paths, where the followers differ: the last would win."""
+    seen: dict[tuple[int, Any], _Place] = {}
+    for place in places:
+        first = seen.setdefault((id(place.holder), place.key), place) if place.put is not None else place
+        if not all(same(one, other) for one, other in zip(first.values[1:], place.values[1:], strict=True)):
+            yield (
+                place.path,
+                f"it is {brief(first.path)} again (one container at two paths), and the followers differ there",
+            )
 
 
 def _span(value: Any) -> tuple[Any, int, int] | None:

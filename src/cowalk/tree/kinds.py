@@ -123,6 +123,7 @@ PLAIN_LEAF = Leaf()
 _registered: weakref.WeakKeyDictionary[type, Kind] = weakref.WeakKeyDictionary()
 _cache: weakref.WeakKeyDictionary[type, Kind] = weakref.WeakKeyDictionary()
 _subclass_kinds: weakref.WeakKeyDictionary[type, Kind | Finder] = weakref.WeakKeyDictionary()
+_changes = [0]  # how often the cached kinds were dropped
 _loaders: dict[str, Callable[[], object]] = {}
 _finders: list[Finder] = []
 _listeners: list[Callable[[], None]] = []
@@ -158,6 +159,7 @@ def on_change(listener: Callable[[], None]) -> None:
 
 def forget() -> None:
     """Drop the cached kinds."""
+    _changes[0] += 1
     _cache.clear()
     for listener in _listeners:
         listener()
@@ -165,12 +167,9 @@ def forget() -> None:
 
 def load_imported() -> None:
     """Load the file of every framework that is imported by now. One that fails is told of once, and its types stay unknown."""
-    for module in [name for name in _loaders if _is_imported(name)]:
-        load = _loaders.pop(module, None)
-        if load is None:  # another thread was quicker
-            continue
+    for module, load in [(name, load) for name, load in list(_loaders.items()) if _is_imported(name)]:
         try:
-            load()
+            load()  # another thread that comes here meanwhile waits in the import
         except Exception as error:  # noqa: BLE001  (an odd version of a framework must not break the walks of all others)
             warnings.warn(
                 f"cowalk does not get on with the {module} that is installed, so it takes objects of {module}'s own types for "
@@ -178,6 +177,8 @@ def load_imported() -> None:
                 RuntimeWarning,
                 stacklevel=2,
             )
+        finally:
+            _loaders.pop(module, None)
 
 
 def _is_imported(module: str) -> bool:
@@ -189,8 +190,9 @@ def kind_of(cls: type) -> Kind:
     """The kind of a type: registered, else inherited from the nearest base with one, else from a registry, else a leaf."""
     found = _cache.get(cls)
     if found is None:
+        changes = _changes[0]
         found, lasting = find_kind(cls)
-        if lasting:
+        if lasting and changes == _changes[0]:  # else somebody registered something while we looked
             _cache[cls] = found
     return found
 
