@@ -44,13 +44,16 @@ imports: $(VENV)/has-dev ## Imports point one way
 	$(BIN)/lint-imports
 
 docs: $(VENV)/has-dev ## The examples in README.md, docs/ and the docstrings do what they say
-	$(PYTEST) --doctest-glob='*.md' --doctest-modules README.md $(wildcard docs) src/cowalk
+	$(PYTEST) --doctest-glob='*.md' --doctest-modules README.md $(wildcard docs) src/cowalk \
+		--ignore=src/cowalk/measure/triton_kernel.py
 
 bench: $(VENV)/has-dev ## Speed beside its peers
 	$(BIN)/python -m benchmarks walk --json
+	$(BIN)/python -m benchmarks measure --json
 
 bench-quick: $(VENV)/has-dev ## The same, short: that it runs, not how fast
 	$(BIN)/python -m benchmarks walk --quick --json
+	$(BIN)/python -m benchmarks measure --quick --json
 
 # The sanitizers ------------------------------------------------------------------------------------------------------
 # A second environment holds an instrumented build; it sees the packages of the first one behind its own. The leak

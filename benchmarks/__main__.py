@@ -5,11 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable, Iterator
 
-from benchmarks import walking
-from benchmarks.timing import Row
+from benchmarks.timing import Case, Row
 
-GROUPS = {"walk": walking.cases}
+
+def _walk(quick: bool) -> Iterator[Case]:
+    from benchmarks import walking
+
+    return walking.cases(quick)
+
+
+def _measure(quick: bool) -> Iterator[Case]:
+    from benchmarks import measuring
+
+    return measuring.cases(quick)
+
+
+GROUPS: dict[str, Callable[[bool], Iterator[Case]]] = {"walk": _walk, "measure": _measure}
 
 
 def main() -> int:

@@ -2,6 +2,7 @@
 // the walk of a small tree); nanobind makes the module.
 #include <nanobind/nanobind.h>
 
+#include "measuring.hpp"
 #include "plan.hpp"
 
 namespace {
@@ -23,6 +24,9 @@ PyMethodDef functions[] = {
     {"fmap", fast<&cowalk::fmap>(), METH_FASTCALL, "fmap(f, trees, where, missing, strict, ties, with_path, outputs, structure)"},
     {"walk", fast<&cowalk::walk>(), METH_FASTCALL, "walk(trees, where, missing, strict, ties, holders)"},
     {"differences", fast<&cowalk::differences>(), METH_FASTCALL, "differences(trees, where)"},
+    {"measure", fast<&cowalk::measure_leaves>(), METH_FASTCALL, "measure(leaves, matrix, threads, level, histograms)"},
+    {"know_arrays", fast<&cowalk::know_arrays>(), METH_FASTCALL, "know_arrays(ndarray, codes, tensors, exchange)"},
+    {"instruction_sets", cowalk::instruction_sets, METH_NOARGS, "The names of the kernels that can run here."},
     {nullptr, nullptr, 0, nullptr},
 };
 

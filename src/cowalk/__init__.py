@@ -50,16 +50,21 @@ if TYPE_CHECKING:
         value_and_gradient,
     )
     from cowalk.measure import (
+        Adam,
         MeasureError,
-        Ratio,
-        RatioTable,
+        Moments,
+        Pair,
+        Row,
+        Table,
         ratio,
+        stats,
     )
 
     __version__: str
 
 __all__ = [
     "MISSING",
+    "Adam",
     "Alias",
     "CowalkError",
     "CycleError",
@@ -67,11 +72,13 @@ __all__ = [
     "FrameworkError",
     "KindError",
     "MeasureError",
+    "Moments",
+    "Pair",
     "Path",
     "PathError",
-    "Ratio",
-    "RatioTable",
+    "Row",
     "StructureError",
+    "Table",
     "TieError",
     "WriteError",
     "aliases",
@@ -93,6 +100,7 @@ __all__ = [
     "ratio",
     "register",
     "replace",
+    "stats",
     "trainables",
     "unflatten",
     "value_and_gradient",
@@ -106,10 +114,14 @@ _LATER = {
     "optimizer_state": "cowalk.gradients",
     "trainables": "cowalk.gradients",
     "value_and_gradient": "cowalk.gradients",
+    "Adam": "cowalk.measure",
     "MeasureError": "cowalk.measure",
-    "Ratio": "cowalk.measure",
-    "RatioTable": "cowalk.measure",
+    "Moments": "cowalk.measure",
+    "Pair": "cowalk.measure",
+    "Row": "cowalk.measure",
+    "Table": "cowalk.measure",
     "ratio": "cowalk.measure",
+    "stats": "cowalk.measure",
 }
 
 

@@ -109,3 +109,30 @@ def test_t04_a_tied_embedding_is_counted_once_and_both_its_names_are_told():
     assert sum(leaf.numel() for _, (leaf,) in cowalk.walk(model)) == 50 * 8 + 8 * 8 + 8
     (alias,) = cowalk.aliases(model)
     assert (alias.kind, set(map(str, alias.paths))) == ("tie", {"emb.weight", "lm_head.weight"})
+
+
+def test_n01_the_norm_of_half_precision_gradients_does_not_overflow():
+    torch = pytest.importorskip("torch")
+    half = torch.float16
+    grads = {
+        "one": torch.full((1,), 300.0, dtype=half),
+        "w": torch.full((40, 50), 300.0, dtype=half),
+        "b": torch.full((2,), 60000.0, dtype=half),
+    }
+    assert not torch.stack([g.square().sum() for g in grads.values()]).isfinite().all()
+    table = cowalk.stats(grads, grads)
+    exact = np.sqrt(2001 * 300.0**2 + 2 * 60000.0**2)
+    assert table.total.value("gradient.norm") == pytest.approx(exact, rel=1e-6)
+    assert table["one"].value("gradient.norm") == pytest.approx(300.0)
+    assert table.total.value("gradient.nonfinite") == 0
+
+
+def test_n06_nan_and_infinities_are_counted_and_the_rest_is_measured():
+    torch = pytest.importorskip("torch")
+    nan, inf = float("nan"), float("inf")
+    tree = {"w": torch.tensor([[1, nan, inf], [0, -2, -inf], [0, -0.0, 4]]), "ok": torch.tensor([1.0, 3.0])}
+    table = cowalk.stats(tree, tree)
+    w, ok = table["w"].gradient, table["ok"].gradient
+    assert (w.n, w.nan, w.posinf, w.neginf, w.nonfinite, w.zeros) == (9, 1, 1, 1, 3, 3)
+    assert (w.min, w.max, w.mean) == (-2.0, 4.0, 0.5)
+    assert (ok.n, ok.nonfinite, ok.zeros, ok.min, ok.max, ok.mean) == (2, 0, 0, 1.0, 3.0, 2.0)

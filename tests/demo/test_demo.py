@@ -100,7 +100,7 @@ class TestNets:
         _, gradients = net.loss_and_gradients(model, learn.images[:64], learn.labels[:64])
         table = ratio(model, gradients)
         assert len(table.rows) == len(cowalk.trainables(model)) == 6
-        assert {row.state for row in table.rows} == {"measured"}
+        assert {row.state for row in table.rows} <= {"ok", "partly zero"}
 
     def test_two_runs_print_the_same(self, name):
         texts = []
@@ -144,7 +144,7 @@ class TestNets:
         assert not done.stderr
         assert max(map(len, done.stdout.splitlines())) <= 80
         assert "\x1b" not in done.stdout
-        for words in ("3 steps of 64", "after step 3", "held back", "mean |p/g|", "cowalk.ratio(", "CC BY 4.0"):
+        for words in ("3 steps of 64", "after step 3", "held back", "mean |p/g|", "cowalk.stats(", "CC BY 4.0"):
             assert words in done.stdout
 
 

@@ -80,7 +80,7 @@ def test_a_model_walks_beside_its_gradient() -> None:
     table = cowalk.ratio(model, grads)
     assert [str(row.path) for row in table.rows] == [str(path) for path in cowalk.trainables(model)]
     quotient = array(model.get_layer("first").kernel.value) / array(grads["first"]["kernel"])
-    assert table.structure["first"]["kernel"].mean == pytest.approx(quotient.mean(), rel=1e-4)
+    assert table.structure["first"]["kernel"].ratio.mean == pytest.approx(quotient.mean(), rel=1e-4)
 
 
 def test_a_gradient_is_the_slope_of_the_loss() -> None:

@@ -13,7 +13,7 @@ from cowalk.demo.digits import Array
 NET = "A convolutional net in JAX"
 IN_YOUR_LOOP = """\
 grads = jax.grad(loss)(params, …)
-cowalk.ratio(params, grads).print()
+cowalk.stats(params, grads).print()
 params = …  # your update"""
 LEARNING_RATE = 0.2
 

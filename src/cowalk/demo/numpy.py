@@ -13,7 +13,7 @@ from cowalk.demo.digits import Array
 NET = "A net of three dense layers in NumPy"
 IN_YOUR_LOOP = """\
 grads = backward(model, …)  # in any containers with the model's keys
-cowalk.ratio(model, grads).print()"""
+cowalk.stats(model, grads).print()"""
 LEARNING_RATE = 0.3
 
 Layer = dict[str, Array]

@@ -12,8 +12,10 @@ from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from cowalk.measure import Ratio, RatioTable, ratio
-from cowalk.tree import CowalkError
+from cowalk.measure import Pair, Table, stats
+from cowalk.measure.arrays import plain
+from cowalk.measure.stats import RATIO_COLUMNS
+from cowalk.tree import CowalkError, fmapstructure, istrainable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -92,25 +94,27 @@ def demo(console: Console, framework: str | None = None, steps: int = STEPS) -> 
     say("The digits: E. Alpaydin, C. Kaynak; UCI Machine Learning Repository; CC BY 4.0.\n")
     model = net.build()
     losses: list[float] = []
-    table = RatioTable((), None)
+    before = gradients = None
     with _stop_on_interrupt() as stopped, _progress(console, steps) as advance:
         for batch in batches(learn, BATCH, seed=0):
             loss, gradients = net.loss_and_gradients(model, batch.images, batch.labels)
             losses.append(loss)
-            last = len(losses) == steps or stopped()
-            if last:
-                table = ratio(model, gradients)
+            before = _copies(model)
             model = net.update(model, gradients)
             advance(loss)
-            if last:
+            if len(losses) == steps or stopped():
                 break
 
     right = float((net.predict(model, held_back.images) == held_back.labels).mean())
     done = "Stopped" if len(losses) < steps else "Done"
     say(f"{done} after step {len(losses):,}: the loss went from {losses[0]:.3g} to {losses[-1]:.3g},")
     say(f"and of {len(held_back.labels)} digits held back, {right:.1%} are read right.\n")
-    say("Parameter / gradient in the last step, element by element:\n")
+    updates = fmapstructure(lambda p, old: plain(p).values - old, model, before, where=istrainable)
+    table = stats(model, gradients, updates)
+    say("The last step: parameters, their gradients, and what the step added to them.\n")
     console.print(table)
+    say("\nParameter / gradient, element by element:\n")
+    console.print(table.select(*RATIO_COLUMNS))
     for remark in remarks(table):
         say(f"\n{textwrap.fill(remark, 80)}")
     say("\nThis table in your own loop:\n")
@@ -118,12 +122,18 @@ def demo(console: Console, framework: str | None = None, steps: int = STEPS) -> 
     return INTERRUPTED if len(losses) < steps else 0
 
 
-def remarks(table: RatioTable) -> list[str]:
+def _copies(model: Any) -> Any:
+    """A model's parameters as they are now, for the update to be seen."""
+    return fmapstructure(lambda p: plain(p).values.copy(), model, where=istrainable)
+
+
+def remarks(table: Table) -> list[str]:
     """What a reader may want to be told about a table: sentences with its own numbers."""
     found: list[str] = []
-    if table.total.x_by_zero:
+    total = table.total.ratio
+    if total is not None and total.x_by_zero:
         found.append(
-            f"x/0: {table.total.x_by_zero:,} parameters got no gradient at all from the last batch. They stand at "
+            f"x/0: {total.x_by_zero:,} parameters got no gradient at all from the last batch. They stand at "
             "inputs that were zero in all its pictures, or at units that were silent."
         )
     rows = [(str(row.path), row.ratio) for row in table.rows if row.ratio is not None and row.ratio.mean_abs]
@@ -136,7 +146,7 @@ def remarks(table: RatioTable) -> list[str]:
     return found
 
 
-def _largest_share(ratio: Ratio) -> float:
+def _largest_share(ratio: Pair) -> float:
     """How much of the sum of all |p/g| the largest one makes."""
     if ratio.min is None or ratio.max is None or not ratio.mean_abs:
         return 0.0

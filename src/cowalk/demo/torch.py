@@ -14,7 +14,7 @@ from cowalk.demo.digits import Array
 NET = "A convolutional net in PyTorch"
 IN_YOUR_LOOP = """\
 loss.backward()
-cowalk.ratio(model, cowalk.gradients_of(model)).print()
+cowalk.stats(model, cowalk.gradients_of(model)).print()
 optimizer.step()"""
 LEARNING_RATE = 0.2
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from cowalk.tree.kinds import leaf, load_imported
+from cowalk.tree.paths import Path
 
 
 class Differentiated(NamedTuple):
@@ -35,6 +36,8 @@ class Framework:
             `has_aux` a pair of a scalar and anything.
         stored_gradients: the gradients that the model's own arrays carry (`.grad`), or None where arrays carry none.
         optimizer_state: the state of an optimizer under the model's paths, or None where states are trees already.
+        hyperparameters: the settings of an optimizer for each parameter that it owns, by path; None if the object is no optimizer
+            of this framework.
     """
 
     name: str
@@ -42,6 +45,16 @@ class Framework:
     differentiate: Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any], bool], Differentiated]
     stored_gradients: Callable[[Any], Any] | None = None
     optimizer_state: Callable[[Any, Any], Any] | None = None
+    hyperparameters: Callable[[Any, Any], dict[Path, Hyperparameters] | None] | None = None
+
+
+class Hyperparameters(NamedTuple):
+    """The settings of an optimizer for one parameter, as far as it has them; `betas` and `step` debias Adam's moments."""
+
+    lr: float | None = None
+    betas: tuple[float, float] | None = None
+    epsilon: float | None = None
+    step: float | None = None
 
 
 @leaf

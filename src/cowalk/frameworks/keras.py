@@ -23,7 +23,7 @@ from typing import Any
 import keras
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 
-from cowalk.frameworks.framework import Differentiated, Framework, ParameterState, add_framework
+from cowalk.frameworks.framework import Differentiated, Framework, Hyperparameters, ParameterState, add_framework
 from cowalk.frameworks.keras_rewiring import Rewiring, own_variables
 from cowalk.frameworks.keras_variables import BACKEND, VARIABLE, Variable
 from cowalk.tree.errors import CowalkError
@@ -213,6 +213,22 @@ def optimizer_state(model: Any, optimizer: Any) -> Any:
     return _under_paths(model, found)
 
 
+def hyperparameters(model: Any, optimizer: Any) -> dict[Path, Hyperparameters] | None:
+    """The settings of each variable that an optimizer was built for."""
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    if not isinstance(optimizer, Optimizer):
+        return None
+    owned = {id(variable) for variable in optimizer._trainable_variables}  # noqa: SLF001
+    beta_1, beta_2 = getattr(optimizer, "beta_1", None), getattr(optimizer, "beta_2", None)
+    settings = Hyperparameters(
+        lr=float(optimizer.learning_rate),
+        betas=None if beta_1 is None or beta_2 is None else (beta_1, beta_2),
+        epsilon=getattr(optimizer, "epsilon", None),
+        step=float(optimizer.iterations),
+    )
+    return {path: settings for path, variable in _variables(model).items() if id(variable) in owned}
+
+
 def _are_slots(value: Any, count: int) -> bool:
     """Whether an attribute of an optimizer is a list with a variable for each trained one (or None)."""
     return (
@@ -230,5 +246,12 @@ def _slot_name(owner: Any, slot: Any, attribute: str) -> str:
 
 
 add_framework(
-    Framework("Keras", owns, differentiate, backend.stored_gradients if BACKEND == "torch" else None, optimizer_state)
+    Framework(
+        "Keras",
+        owns,
+        differentiate,
+        backend.stored_gradients if BACKEND == "torch" else None,
+        optimizer_state,
+        hyperparameters,
+    )
 )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn import Module, Parameter
 
-from cowalk.frameworks.framework import Differentiated, Framework, ParameterState, add_framework
+from cowalk.frameworks.framework import Differentiated, Framework, Hyperparameters, ParameterState, add_framework
 from cowalk.frameworks.torch_modules import find_module
 from cowalk.frameworks.torch_pytree import find_registered
 from cowalk.frameworks.torch_tensors import TENSOR
@@ -151,6 +151,26 @@ def optimizer_state(model: Any, optimizer: Any) -> Any:
     return _under_paths(model, found)
 
 
+def hyperparameters(model: Any, optimizer: Any) -> dict[Path, Hyperparameters] | None:
+    """The settings of each parameter that an optimizer owns, found by the parameter's identity."""
+    while not isinstance(groups := getattr(optimizer, "param_groups", None), list):
+        optimizer = getattr(optimizer, "optim", None) or getattr(optimizer, "optimizer", None)
+        if optimizer is None:
+            return None
+    owned: dict[int, Hyperparameters] = {}
+    for group in groups:
+        settings = Hyperparameters(_number(group.get("lr")), group.get("betas"), group.get("eps"))
+        for parameter in group["params"]:
+            step = optimizer.state.get(parameter, {}).get("step")
+            owned[id(parameter)] = settings._replace(step=None if step is None else _number(step))
+    tensors = walk(model, where=torch.Tensor, ties="each")
+    return {path: owned[id(tensor)] for path, (tensor,) in tensors if id(tensor) in owned}
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)  # a learning rate may be a tensor
+
+
 def _state_of(optimizer: Any) -> Any:
     """An optimizer's own state, or that of the optimizer it stands around (ZeRO's, a scheduler's, a user's wrapper)."""
     state = getattr(optimizer, "state", None)
@@ -161,4 +181,4 @@ def _state_of(optimizer: Any) -> Any:
     return state
 
 
-add_framework(Framework("PyTorch", owns, differentiate, stored_gradients, optimizer_state))
+add_framework(Framework("PyTorch", owns, differentiate, stored_gradients, optimizer_state, hyperparameters))

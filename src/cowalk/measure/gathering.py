@@ -1,0 +1,162 @@
+"""From trees to leaves side by side: each parameter with its gradient, its update and Adam's moments, in the model's order."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cowalk.measure.arrays import is_tensor
+from cowalk.measure.backend import Operands
+from cowalk.measure.optimizer_states import AdamSource
+from cowalk.measure.rows import Row
+from cowalk.tree import (
+    MISSING,
+    Box,
+    Path,
+    PathError,
+    fmapstructure,
+    get,
+    is_missing,
+    isleaf,
+    istrainable,
+    kind_of,
+    leaf,
+    walk,
+)
+from cowalk.tree.walk import Ties
+from cowalk.tree.where import Where
+
+
+@leaf
+class Place(int):
+    """A row's number, standing in the model's shape."""
+
+    __slots__ = ()
+
+
+@dataclass(slots=True)
+class Gathered:
+    """The leaves of one measurement, side by side.
+
+    Attributes:
+        paths: where each leaf is in the model; of a tied one the first path.
+        leaves: its arrays.
+        structure: the model's shape, a `Place` at each leaf.
+        aliases: the other paths of tied leaves, by position.
+        frozen: the positions of parameters that require no gradient.
+    """
+
+    paths: list[Path] = field(default_factory=list[Path])
+    leaves: list[Operands] = field(default_factory=list[Operands])
+    structure: Any = None
+    aliases: dict[int, tuple[Path, ...]] = field(default_factory=dict[int, tuple[Path, ...]])
+    frozen: set[int] = field(default_factory=set[int])
+
+    def names(self, i: int) -> tuple[Path, ...]:
+        """All paths of a leaf."""
+        return (self.paths[i], *self.aliases.get(i, ()))
+
+
+def gather(params: Any, grads: Any, updates: Any, source: AdamSource, where: Where, ties: Ties) -> Gathered:
+    """Walk the trees together. A tree that is None is not given; what is missing in one is None in a leaf's arrays.
+
+    Raises:
+        StructureError, TieError, CycleError: as `walk`.
+    """
+    found = Gathered()
+    paths, leaves = found.paths, found.leaves
+    trees = [tree for tree in (grads, updates) if tree is not None]
+    has_grads, has_updates = grads is not None, updates is not None
+    given = len(trees)
+
+    def note(path: Path, parameter: Any, *values: Any) -> Place:
+        place = Place(len(paths))
+        paths.append(path)
+        gradient = values[0] if has_grads and values[0] is not MISSING else None
+        update = values[has_grads] if has_updates and values[has_grads] is not MISSING else None
+        adam = source.adam(path, values[given:]) if source.followers else (None, None, None)
+        leaves.append(Operands(parameter, gradient, update, *adam))
+        return place
+
+    found.structure = fmapstructure(
+        note, params, *trees, *source.followers, where=where, missing="pass", ties=ties, with_path=True
+    )
+    if where is istrainable:
+        _add_frozen(found, params)
+    visited = list(walk(found.structure, where=Place))
+    if len(visited) > len(found.paths):
+        for path, (place,) in visited:
+            if isinstance(place, Place) and path != found.paths[place]:
+                found.aliases[place] = (*found.aliases.get(place, ()), path)
+    if ties == "sum" and grads is not None:
+        _count_totals_once(found, grads)
+    return found
+
+
+def in_shape(structure: Any, paths: Sequence[Path], rows: Mapping[Path, Row]) -> Any:
+    """Rows in the shape of the model, where a `Place` holds the number of a path; None at all that is no place."""
+    return fmapstructure(
+        lambda node: rows[paths[node]] if isinstance(node, Place) else None,
+        structure,
+        where=lambda node: isleaf(node) or is_missing(node),
+    )
+
+
+def _count_totals_once(found: Gathered, grads: Any) -> None:
+    """A tied torch parameter's own `.grad` is the sum of its contributions: listed under several names, it counts once."""
+    for i in found.aliases:
+        parameter = found.leaves[i].parameter
+        total = getattr(parameter, "grad", None) if is_tensor(parameter) and parameter.is_leaf else None
+        if total is None:
+            continue
+        listed = [_value_at(grads, path) for path in found.names(i)]
+        if any(each is total for each in listed):
+            others = [each for each in listed if each is not total and not is_missing(each)]
+            found.leaves[i] = found.leaves[i]._replace(gradient=sum(others, start=total.detach()) if others else total)
+
+
+def _value_at(tree: Any, path: Path) -> Any:
+    try:
+        return get(tree, path)
+    except PathError:  # with strict=False, or below a missing branch
+        return None
+
+
+def _add_frozen(found: Gathered, params: Any) -> None:
+    """Put the frozen parameters of torch modules where they stand in the model, between the trained ones."""
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "nn"):
+        return
+
+    def is_parameter(node: Any) -> bool:  # boxes are other frameworks' variables, whose kinds know what is trained
+        return isinstance(node, torch.nn.Parameter) or isinstance(kind_of(type(node)), Box)
+
+    parameters = [
+        (path, node) for path, (node,) in walk(params, where=is_parameter) if isinstance(node, torch.nn.Parameter)
+    ]
+    frozen = {id(parameter): (path, parameter) for path, parameter in parameters if not parameter.requires_grad}
+    for operands in found.leaves:
+        frozen.pop(id(operands.parameter), None)
+    if not frozen:
+        return
+    lines: list[tuple[Path, Operands]] = []
+    numbers: dict[int, int] = {}  # of the lines, by the identity of a frozen parameter or of a place
+
+    def number(node: Any) -> Place:
+        if id(node) not in numbers:
+            numbers[id(node)] = len(lines)
+            path, operands = (
+                (found.paths[node], found.leaves[node])
+                if isinstance(node, Place)
+                else (frozen[id(node)][0], Operands(node))
+            )
+            lines.append((path, operands))
+        return Place(numbers[id(node)])
+
+    found.structure = fmapstructure(
+        number, found.structure, where=lambda node: isinstance(node, Place) or id(node) in frozen, ties="each"
+    )
+    found.paths, found.leaves = [path for path, _ in lines], [operands for _, operands in lines]
+    found.frozen = {i for i, (_, operands) in enumerate(lines) if id(operands.parameter) in frozen}
