@@ -63,9 +63,9 @@ bench-quick: $(VENV)/has-dev ## The same, short: that it runs, not how fast
 ASAN := build/asan
 ASAN_ENV = env ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 PYTHONMALLOC=malloc \
 	LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libstdc++.so)"
-ASAN_PYTEST = $(ASAN_ENV) $(ASAN)/bin/python -m pytest -p no:cacheprovider tests/tree
+ASAN_PYTEST = $(ASAN_ENV) $(ASAN)/bin/python -m pytest -p no:cacheprovider tests/tree tests/measure/test_native_memory.py
 
-asan: $(ASAN)/built ## The walk's tests under AddressSanitizer and UBSan
+asan: $(ASAN)/built ## The extension's tests under AddressSanitizer and UBSan
 	$(ASAN_PYTEST)
 
 asan-short: $(ASAN)/built ## The same without the generated trees

@@ -124,21 +124,28 @@ def _value_at(tree: Any, path: Path) -> Any:
         return None
 
 
+def _is_box(node: Any) -> bool:
+    return isinstance(kind_of(type(node)), Box)
+
+
 def _add_frozen(found: Gathered, params: Any) -> None:
     """Put the frozen parameters of torch modules where they stand in the model, between the trained ones."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "nn"):
         return
 
-    def is_parameter(node: Any) -> bool:  # boxes are other frameworks' variables, whose kinds know what is trained
-        return isinstance(node, torch.nn.Parameter) or isinstance(kind_of(type(node)), Box)
-
-    parameters = [
-        (path, node) for path, (node,) in walk(params, where=is_parameter) if isinstance(node, torch.nn.Parameter)
-    ]
-    frozen = {id(parameter): (path, parameter) for path, parameter in parameters if not parameter.requires_grad}
+    frozen = {
+        id(leaf): (path, leaf)
+        for path, (leaf,) in walk(params)
+        if type(leaf) is not torch.Tensor and isinstance(leaf, torch.nn.Parameter) and not leaf.requires_grad
+    }
     for operands in found.leaves:
         frozen.pop(id(operands.parameter), None)
+    if frozen:  # but not what is in a box: those are other frameworks' variables, whose kinds know what is trained
+        for _, (box,) in walk(params, where=_is_box):
+            kind = kind_of(type(box))
+            if isinstance(kind, Box):
+                frozen.pop(id(kind.open(box)), None)
     if not frozen:
         return
     lines: list[tuple[Path, Operands]] = []

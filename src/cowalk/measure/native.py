@@ -112,8 +112,10 @@ def measure(
     ready = [(*(_prepared(array, kept) for array in leaf[:5]), leaf[5]) for leaf in leaves]
     found = measure_seen(ready, histograms, threads)
     if found is None:
-        odd = next(array for leaf in leaves for array in leaf[:5] if array is not None and not is_known(array))
-        raise CowalkError(f"a {type(odd).__name__} of {getattr(odd, 'dtype', '?')} cannot be read from memory")
+        unknown = [array for leaf in leaves for array in leaf[:5] if array is not None and not is_known(array)]
+        if not unknown:
+            raise ValueError("the arrays of a leaf have one shape")
+        raise CowalkError(f"a {type(unknown[0]).__name__} of {unknown[0].dtype} cannot be read from memory")
     return found
 
 

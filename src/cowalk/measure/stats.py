@@ -202,7 +202,7 @@ def _table(
         matrix,
         aliases=gathered.aliases,
         states=_states(gathered, matrix, source, has_grads),
-        shapes=[_shape(operands[0]) for operands in leaves],
+        shapes=_shapes([operands[0] for operands in leaves]),
         dtypes=_dtypes([operands[0] for operands in leaves]),
         histograms=powers,
         structure=partial(in_shape, gathered.structure, gathered.paths),
@@ -228,10 +228,11 @@ def _states(gathered: Gathered, matrix: Matrix, source: AdamSource, has_grads: b
     )
 
 
-def _shape(parameter: Any) -> tuple[int, ...] | None:
-    if is_uninitialised(parameter):
-        return None
-    return parameter.shape if hasattr(parameter, "shape") else np.shape(parameter)
+def _shapes(parameters: Sequence[Any]) -> list[tuple[int, ...] | None]:
+    try:
+        return [parameter.shape for parameter in parameters]
+    except (AttributeError, RuntimeError):  # a number, or a lazy parameter, which has none
+        return [None if is_uninitialised(each) else tuple(np.shape(each)) for each in parameters]
 
 
 def _dtypes(parameters: Sequence[Any]) -> list[str]:
