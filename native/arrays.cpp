@@ -57,9 +57,10 @@ void dense_strides(View &view, std::int64_t size) {
     for (int axis = view.axes; axis-- > 0; size *= view.shape[axis]) view.strides[axis] = size;
 }
 
-bool see_tensor(PyObject *tensor, View &view) {
+bool see_tensor(PyObject *tensor, View &view, Buffers &buffers) {
     const DLExchange *api = exchange();
     if (!api) return false;
+    tensor = buffers.own(tensor);
     DLTensor seen;
     if (api->see(tensor, &seen) != 0) {  // sparse, meta, nested, quantised, wrapped: Python names it
         PyErr_Clear();
@@ -124,11 +125,18 @@ void Buffers::view(PyObject *array, int code, View &view) {
     for (int axis = 0; axis < buffer.ndim; ++axis) view.shape[axis] = buffer.shape[axis], view.strides[axis] = buffer.strides[axis];
 }
 
+PyObject *Buffers::own(PyObject *tensor) {
+    if (!others_) return tensor;
+    static PyObject *name = PyUnicode_InternFromString("detach");
+    tensors_.push_back(Ref::checked(PyObject_CallMethodNoArgs(tensor, name)));
+    return tensors_.back().get();
+}
+
 bool see(PyObject *object, View &view, Buffers &buffers) {
     PyObject *type = reinterpret_cast<PyObject *>(Py_TYPE(object));
     if (known.tensors)
         for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(known.tensors); ++i)
-            if (PyTuple_GET_ITEM(known.tensors, i) == type) return see_tensor(object, view);
+            if (PyTuple_GET_ITEM(known.tensors, i) == type) return see_tensor(object, view, buffers);
     if (type == known.ndarray) {
         static PyObject *name = PyUnicode_InternFromString("dtype");
         const Ref dtype = Ref::checked(PyObject_GetAttr(object, name));

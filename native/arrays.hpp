@@ -7,22 +7,27 @@
 #include <vector>
 
 #include "layout.hpp"
+#include "refs.hpp"
 
 namespace cowalk {
 
-// Keeps NumPy's buffers until the measuring is done.
+// Keeps the memory of arrays until the measuring is done: NumPy's buffers, and torch's storages where another Python thread
+// might give a tensor a new one meanwhile.
 class Buffers {
   public:
-    Buffers() = default;
+    Buffers() : others_(PyThreadState_Next(PyInterpreterState_ThreadHead(PyInterpreterState_Get())) != nullptr) {}
     Buffers(const Buffers &) = delete;
     Buffers &operator=(const Buffers &) = delete;
     ~Buffers() {
         for (Py_buffer &buffer : held_) PyBuffer_Release(&buffer);
     }
     void view(PyObject *array, int code, View &view);
+    PyObject *own(PyObject *tensor);  // the same memory under a tensor that nobody else has
 
   private:
     std::vector<Py_buffer> held_;
+    std::vector<Ref> tensors_;
+    bool others_;
 };
 
 // What Python tells once: NumPy's array type and the codes of its dtypes, torch's plain tensor types and how to see them.

@@ -66,8 +66,9 @@ static inline void merge(Moments &into, const Moments &from) {
         into.std = from.std;
     } else if (!is_none(from.mean)) {
         const double p = weight / (weight + other), q = other / (weight + other);
-        into.std = root_of_squares(std::sqrt(p) * into.std, std::sqrt(q) * from.std,
-                                   std::sqrt(p * q) * into.mean - std::sqrt(p * q) * from.mean);
+        const double root = std::sqrt(p * q);  // each mean times it, for their difference may not fit
+        const double apart = into.mean == from.mean ? 0 : root * into.mean - root * from.mean;
+        into.std = root_of_squares(std::sqrt(p) * into.std, std::sqrt(q) * from.std, apart);
     }
     into.mean = merged_mean(into.mean, weight, from.mean, other);
     into.mean_abs = merged_mean(into.mean_abs, weight, from.mean_abs, other);

@@ -130,6 +130,8 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("cowalk")
+    if name == "jax":  # cowalk.jax, which imports JAX
+        return importlib.import_module("cowalk.jax")
     if name not in _LATER:
         raise AttributeError(f"module 'cowalk' has no attribute {name!r}")
     value = getattr(importlib.import_module(_LATER[name]), name)

@@ -24,7 +24,7 @@ from cowalk.measure.optimizer_states import BETAS, EPSILON, is_scale_by_adam, ke
 from cowalk.measure.states import states_of
 from cowalk.measure.stats import settings_of
 from cowalk.measure.table import Table
-from cowalk.tree import MISSING, Path, istrainable, walk
+from cowalk.tree import MISSING, CowalkError, Path, isleaf, istrainable, walk
 
 __all__ = ["StackedStats", "stats"]
 
@@ -142,6 +142,8 @@ def stats(
     'zero'
     """
     trees = {name: tree for name, tree in (("gradient", grads), ("update", updates)) if tree is not None}
+    if opt_state is not None and isleaf(opt_state):
+        raise CowalkError(f"opt_state= is a state of Optax's, not a {type(opt_state).__name__}")
     states = [node for _, (node,) in walk(opt_state, where=is_scale_by_adam)]
     settings = [_adam_settings(state, settings_of(adam)) for state in states]
     moments = [tree for state in states for tree in (state.mu, second_moment(state))]

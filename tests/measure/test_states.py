@@ -151,11 +151,37 @@ def test_a_small_update_is_a_move() -> None:
 
 
 def test_an_update_of_nan_is_no_lack_of_a_move() -> None:
-    assert stats([np.ones(1)], [np.ones(1)], [np.full(1, np.nan)])[0].state == "ok"
+    assert stats([np.ones(1)], [np.ones(1)], [np.full(1, np.nan)])[0].states == ("non-finite",)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("place", ["parameter", "gradient", "update", "v"])
+def test_nan_and_infinity_are_found_wherever_they_are(place: str, value: float) -> None:
+    arrays = {name: np.full(3, 0.5) for name in ("parameter", "gradient", "update", "v")}
+    arrays[place][1] = value
+    state = {"w": {"exp_avg_sq": arrays["v"]}}
+    table = stats({"w": arrays["parameter"]}, {"w": arrays["gradient"]}, {"w": arrays["update"]}, state)
+    assert table["w"].state == "non-finite"
+    assert ("Adam's state: 1 undefined" if place == "v" else f"{place}: 1") in str(table)
+
+
+def test_where_nan_spreads_through_a_large_model_both_ends_are_shown() -> None:
+    model = {f"layer{i}": np.ones(2) for i in range(300)}
+    grads = {f"layer{i}": np.full(2, np.nan if i <= 177 else 0.1) for i in range(300)}
+    text = str(stats(model, grads))
+    assert "NaN or Inf in 178 rows, the first of the model layer0, the last layer177" in text
+    assert all(f"layer{i} " in text for i in (0, 1, 176, 177))
+
+
+def test_what_hardly_moves_is_told() -> None:
+    update = np.zeros(100)
+    update[:3] = 1e-3
+    assert "97% did not move" in str(stats([np.ones(100)], [np.ones(100)], [update]))
+    assert "did not move" not in str(stats([np.ones(100)], [update], [update]))
 
 
 def test_a_gradient_of_nan_is_not_zero() -> None:
-    assert stats([np.ones((2, 1))], [np.array([[0.0], [np.nan]])])[0].states == ("partly zero",)
+    assert stats([np.ones((2, 1))], [np.array([[0.0], [np.nan]])])[0].states == ("non-finite", "partly zero")
 
 
 def test_an_empty_parameter_is_fine() -> None:

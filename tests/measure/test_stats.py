@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
+import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -326,3 +328,77 @@ class TestErrors:
             stats([np.ones(1)], ties="add")  # pyright: ignore[reportArgumentType]
         with pytest.raises(ValueError, match="'lrr'"):
             stats([np.ones(1)], adam={"lrr": 0.1})
+
+
+class TestWrongPlaces:
+    def test_what_stands_in_another_argument_s_place_is_told(self) -> None:
+        class Optimizer:
+            param_groups: tuple[()] = ()
+
+        model = {"w": np.ones(2)}
+        for wrong, message in (
+            (Optimizer(), "an optimizer: give it as opt_state="),
+            (model, "the model itself"),
+            (max, "is a function, 'max'"),
+        ):
+            with pytest.raises(cowalk.CowalkError, match=f"grads= is .*{message}|grads= {message}"):
+                stats(model, wrong)
+            with pytest.raises(cowalk.CowalkError, match=f"updates= is .*{message}|updates= {message}"):
+                stats(model, None, wrong)
+        with pytest.raises(cowalk.CowalkError, match="give the optimizer itself"):
+            stats(model, opt_state={"state": {}, "param_groups": []})
+
+    @pytest.mark.parametrize("threads", [0, -3, 2.5, "2"])
+    def test_threads_are_a_number_of_them(self, threads: Any) -> None:
+        with pytest.raises(ValueError, match="threads= is a whole number"):
+            stats({"w": np.ones(2)}, threads=threads)
+
+    @pytest.mark.parametrize(
+        "adam", [3, {1: 2, "x": 3}, {"lr": "x"}, {"lr": np.ones(3)}, {"epsilon": -1}, {"epsilon": "a"}], ids=str
+    )
+    def test_settings_of_adam_that_are_none(self, adam: Any) -> None:
+        with pytest.raises(ValueError, match="adam="):
+            stats({"w": np.ones(2)}, adam=adam)
+
+    def test_more_axes_than_numpy_has_are_named(self) -> None:
+        torch = pytest.importorskip("torch")
+        with pytest.raises(cowalk.MeasureError, match="y: the parameter has 65 axes"):
+            stats({"y": torch.ones((1,) * 64 + (2,))})
+
+
+class TestWhatATableHolds:
+    def test_it_holds_on_to_nothing_that_it_did_not_measure(self) -> None:
+        model = {"w": np.ones(3), "ids": np.arange(10), "f": lambda x: x, "nothing": None}
+        ids = weakref.ref(model["ids"])
+        table = stats(model)
+        assert table.structure == {"w": table[0], "ids": None, "f": None, "nothing": None}
+        del model
+        gc.collect()
+        assert ids() is None
+        assert pickle.loads(pickle.dumps(table)).rows == table.rows
+
+    def test_it_is_made_and_shown_whatever_numpy_s_errors_are_set_to(self) -> None:
+        model = {"a": np.array([1e-310, 1e308]), "b": np.array([1e-310, 0.0])}
+        with np.errstate(all="raise"):
+            table = stats(model, dict(model), scale=2.0**20)
+            assert str(table)
+            assert table.layers(0)
+            assert table.to_json()
+            assert table._repr_html_()
+
+
+def test_updates_of_a_tied_parameter_count_once() -> None:
+    shared = np.ones(2)
+    model = {"a": shared, "b": shared}
+    change = np.full(2, 0.5)
+    for updates in ({"a": change, "b": change}, {"a": change, "b": change.copy()}, {"a": None, "b": change}):
+        assert stats(model, updates=updates)[0].value("update.max") == 0.5
+
+
+def test_a_torch_gradient_under_several_names_of_a_tie_counts_once_and_contributions_add_up() -> None:
+    torch = pytest.importorskip("torch")
+    shared = torch.nn.Parameter(torch.ones(2))
+    one, other = torch.full((2,), 0.5), torch.full((2,), -0.5)
+    for grads, expected in (((one, one), 0.5), ((one, other), 0.0), ((None, one), 0.5)):
+        row = stats({"a": shared, "b": shared}, {"a": grads[0], "b": grads[1]})[0]
+        assert row.value("gradient.max_abs") == expected

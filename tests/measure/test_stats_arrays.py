@@ -481,3 +481,32 @@ def test_without_the_extension_the_reference_measures_the_same() -> None:
     native = run(PURE.replace("assert engine.NATIVE is None", ""))
     assert run(PURE, COWALK_PURE="1") == native
     assert "numpy.1 " in native
+
+
+def test_a_jax_array_of_another_layout_is_read_as_it_means() -> None:
+    jax = pytest.importorskip("jax")
+    layout = pytest.importorskip("jax.experimental.layout")
+    plain = jax.numpy.arange(6.0).reshape(2, 3)
+    other = jax.device_put(plain, layout.Format(layout.Layout(major_to_minor=(1, 0)), plain.sharding))
+    assert measured(other, plain).value("ratio.cosine") == pytest.approx(1.0)
+
+
+def test_a_tensor_that_gets_new_memory_in_another_thread_is_read_in_its_old_one() -> None:
+    found = run(
+        """
+        import threading, torch, cowalk
+        p = torch.nn.Parameter(torch.ones(3_000_000))
+        done = threading.Event()
+
+        def renew():
+            while not done.is_set():
+                p.data = torch.ones(3_000_000)
+
+        thread = threading.Thread(target=renew)
+        thread.start()
+        print({cowalk.stats({"p": p})["p"].parameter.mean for _ in range(100)})
+        done.set()
+        thread.join()
+        """
+    )
+    assert found == "{1.0}\n"

@@ -133,8 +133,8 @@ class TestJax:
 
     def test_inside_jit_it_says_where_to_go(self, jax: Any) -> None:
         params = {"w": jax.numpy.ones(2)}
-        with pytest.raises(cowalk.MeasureError, match=r"outside of jit.*cowalk\.jax\.stats"):
-            jax.jit(lambda p: stats(p, p).total.n)(params)
+        with pytest.raises(cowalk.MeasureError, match=r"call cowalk outside.*cowalk\.jax\.stats"):
+            jax.jit(lambda p, g: stats(p, g).total.n)(params, params)
 
     def test_a_random_key_is_no_array_of_numbers(self, jax: Any) -> None:
         model = {"w": jax.numpy.ones(2), "key": jax.random.key(0)}

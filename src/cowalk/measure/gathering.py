@@ -59,7 +59,9 @@ class Gathered:
         return (self.paths[i], *self.aliases.get(i, ()))
 
 
-def gather(params: Any, grads: Any, updates: Any, source: AdamSource, where: Where, ties: Ties) -> Gathered:
+def gather(
+    params: Any, grads: Any, updates: Any, source: AdamSource, where: Where, ties: Ties, strict: bool
+) -> Gathered:
     """Walk the trees together. A tree that is None is not given; what is missing in one is None in a leaf's arrays.
 
     Raises:
@@ -81,17 +83,25 @@ def gather(params: Any, grads: Any, updates: Any, source: AdamSource, where: Whe
         return place
 
     found.structure = fmapstructure(
-        note, params, *trees, *source.followers, where=where, missing="pass", ties=ties, with_path=True
+        note, params, *trees, *source.followers, where=where, missing="pass", strict=strict, ties=ties, with_path=True
     )
     if where is istrainable:
         _add_frozen(found, params)
-    visited = list(walk(found.structure, where=Place))
+    visited = list(walk(found.structure))
+    if not all(
+        isinstance(place, Place) for _, (place,) in visited
+    ):  # the table holds on to nothing that it did not measure
+        found.structure = fmapstructure(
+            lambda node: node if isinstance(node, Place) else None,
+            found.structure,
+            where=lambda node: isleaf(node) or is_missing(node),
+        )
     if len(visited) > len(found.paths):
         for path, (place,) in visited:
             if isinstance(place, Place) and path != found.paths[place]:
                 found.aliases[place] = (*found.aliases.get(place, ()), path)
-    if ties == "sum" and grads is not None:
-        _count_totals_once(found, grads)
+    if ties == "sum":
+        _join_tied(found, grads, updates)
     return found
 
 
@@ -104,17 +114,28 @@ def in_shape(structure: Any, paths: Sequence[Path], rows: Mapping[Path, Row]) ->
     )
 
 
-def _count_totals_once(found: Gathered, grads: Any) -> None:
-    """A tied torch parameter's own `.grad` is the sum of its contributions: listed under several names, it counts once."""
+def _join_tied(found: Gathered, grads: Any, updates: Any) -> None:
+    """What a sum over the paths of a tied parameter would count twice.
+
+    An update is of the parameter itself, so the first one counts. torch's autograd gives sums over all uses of a parameter: one
+    tensor that is listed under several of its names counts once.
+    """
     for i in found.aliases:
-        parameter = found.leaves[i].parameter
-        total = getattr(parameter, "grad", None) if is_tensor(parameter) and parameter.is_leaf else None
-        if total is None:
-            continue
-        listed = [_value_at(grads, path) for path in found.names(i)]
-        if any(each is total for each in listed):
-            others = [each for each in listed if each is not total and not is_missing(each)]
-            found.leaves[i] = found.leaves[i]._replace(gradient=sum(others, start=total.detach()) if others else total)
+        operands = found.leaves[i]
+        if updates is not None and operands.update is not None:
+            operands = operands._replace(update=next(iter(_listed(updates, found.names(i))), operands.update))
+        if grads is not None and is_tensor(operands.parameter):
+            listed = _listed(grads, found.names(i))
+            once = list({id(each): each for each in listed}.values())
+            if len(once) < len(listed):
+                operands = operands._replace(gradient=sum(once[1:], start=once[0].detach()))
+        found.leaves[i] = operands
+
+
+def _listed(tree: Any, paths: Sequence[Path]) -> list[Any]:
+    """The values at the paths, without those that are missing."""
+    values = (_value_at(tree, path) for path in paths)
+    return [value for value in values if not is_missing(value)]
 
 
 def _value_at(tree: Any, path: Path) -> Any:

@@ -167,15 +167,6 @@ def is_local_jax(array: Any) -> bool:
     return known
 
 
-def _described_jax(array: Any) -> Any:
-    """A JAX array's description, or a NumPy view of it."""
-    code = _code_of(array.dtype)
-    if code is None or not is_local_jax(array):
-        return np.asarray(array)
-    array.block_until_ready()
-    return array.unsafe_buffer_pointer(), code, array.shape, None
-
-
 # --- what has to be prepared ---
 
 
@@ -201,12 +192,9 @@ def _prepared(array: Any, kept: list[Any]) -> Any:
         return array
     if is_tensor(array):
         return _prepared_tensor(array, kept)
-    jax = sys.modules.get("jax")
-    if jax is not None and isinstance(array, jax.Array):
-        return _described_jax(array)
     if type(array) is np.ndarray and array.dtype in _dtype_codes:
         return array
-    values = np.asarray(array)
+    values = np.asarray(array)  # of JAX a view; a copy only where its layout is none of NumPy's
     if _code_of(values.dtype) is None:
         values = values.astype(_wide(values.dtype))
     kept.append(values)

@@ -16,6 +16,7 @@ from cowalk.measure.rows import State
 from cowalk.tree import CowalkError, Leaf, Path, isleaf, kind_of
 from cowalk.tree.paths import brief
 
+_MOST_AXES = 64  # NumPy's limit too
 _WHAT = ("parameter", "gradient", "update", "first moment", "second moment")
 
 
@@ -48,6 +49,8 @@ def obstacle(operands: Operands) -> str | None:
         if is_uninitialised(array):
             return None
         found = _shape(array)
+        if len(found) > _MOST_AXES:
+            return f"the {what} has {len(found)} axes; {_MOST_AXES} are the most"
         if shape is None:
             shape = found
         elif found != shape and tuple(found) != tuple(shape):

@@ -76,6 +76,10 @@ def adam_source(params: Any, opt_state: Any, settings: Hyperparameters) -> AdamS
             return AdamSource((framework.optimizer_state(params, opt_state),), _of_state, owned, settings)
     if hasattr(opt_state, "opt_state"):  # NNX's Optimizer, Flax's TrainState
         opt_state = opt_state.opt_state
+    if isinstance(opt_state, Mapping) and {"state", "param_groups"} <= set(opt_state):
+        raise CowalkError(
+            "opt_state= is a state_dict, which knows its parameters by position only; give the optimizer itself"
+        )
     if opt_state is None or isleaf(opt_state):
         raise CowalkError(
             "opt_state= is an optimizer, its state under the model's paths, or a state of Optax's, not a "

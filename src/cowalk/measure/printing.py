@@ -96,7 +96,7 @@ _WEIGHT: dict[State, int] = {
     "no optimizer": 1,
     "zero": 1,
     "unmoved": 1,
-    "partly zero": 2,
+    "non-finite": 0,
 }
 """How early a row with a problem is shown, where not all rows can be: 0 is for NaN and Inf, 3 for no problem."""
 
@@ -118,7 +118,7 @@ def _extremeness(table: Table) -> NDArray[np.float64]:
     fields = Pair.names()
     section = "update_ratio" if table.measured("update_ratio").any() else "ratio"
     x, y = (table.matrix[:, SPANS[section].start + fields.index(name)] for name in ("norm_x", "norm_y"))
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(all="ignore"):
         decades = np.log10(x) - np.log10(y)
     if section == "ratio":
         usual = decades[np.isfinite(decades)]
@@ -132,7 +132,11 @@ def _shown_rows(table: Table, limit: int | None, concern: NDArray[np.intp]) -> l
         return list(range(len(table)))
     if table.is_sorted:
         return list(range(limit))
-    worst = np.lexsort((-_extremeness(table), concern))
+    # Of NaN and Inf the ends are shown: where they begin in the model, and where they stop.
+    nonfinite = np.flatnonzero(concern == 0)
+    order = -_extremeness(table)
+    order[nonfinite] = np.minimum(np.arange(len(nonfinite)), np.arange(len(nonfinite))[::-1])
+    worst = np.lexsort((order, concern))
     return sorted(worst[:limit].tolist())
 
 
@@ -183,7 +187,8 @@ def _total_line(table: Table, columns: Sequence[str], quotients: Sequence[str]) 
     total = table.total
     sections = {column.partition(".")[0] for column in columns}.intersection(SECTIONS) or set(SECTIONS)
     measured = int(table.measured(*sections).sum())
-    label = f"all {len(table):,} rows" if measured in (0, len(table)) else f"{measured:,} of {len(table):,} rows"
+    rows = "row" if len(table) == 1 else "rows"
+    label = f"all {len(table):,} {rows}" if measured in (0, len(table)) else f"{measured:,} of {len(table):,} {rows}"
     return Line(label, _cells(total, columns), _counts_of(total, quotients))
 
 
@@ -233,6 +238,9 @@ def count_text(n: int) -> str:
 
 # --- notes ---
 
+_MANY = 0.5
+"""From which share on it is said that elements have a gradient and did not move (rounded away in a narrow dtype)."""
+
 
 def _counts_of(row: Row, quotients: Sequence[str]) -> tuple[Note, ...]:
     """What is not finite and where, and which elements have no quotient and why."""
@@ -242,6 +250,14 @@ def _counts_of(row: Row, quotients: Sequence[str]) -> tuple[Note, ...]:
         if moments is not None and moments.nonfinite:
             counts = ((moments.nan, "NaN"), (moments.posinf + moments.neginf, "Inf"))
             notes.append(Note(f"{name}: {', '.join(f'{count_text(n)} {what}' for n, what in counts if n)}", "red"))
+    if row.adam is not None:
+        undefined = row.adam.n - row.adam.defined - (row.gradient.nonfinite if row.gradient is not None else 0)
+        if undefined > 0:
+            notes.append(Note(f"Adam's state: {count_text(undefined)} undefined", "red"))
+    if row.update is not None and row.gradient is not None and "unmoved" not in row.states:
+        unmoved = row.update.zeros - row.gradient.zeros
+        if unmoved >= row.update.n * _MANY > 0:
+            notes.append(Note(f"{row.update.zeros / row.update.n:.0%} did not move", "yellow"))
     for name in quotients:
         pair, one, other = {
             "ratio": (row.ratio, row.parameter, row.gradient),
@@ -283,8 +299,8 @@ def _states_of(row: Row) -> Iterator[Note]:
         if state == "partly zero":
             zero = 0 if row.gradient is None else row.gradient.zero_rows
             of = f" of {count_text(row.shape[0])}" if row.shape else ""
-            yield Note(f"{count_text(zero)}{of} rows zero", "yellow")
-        else:
+            yield Note(f"{count_text(zero)}{of} {'row' if zero == 1 and not of else 'rows'} zero", "")
+        elif state != "non-finite":  # which has notes of its own
             of_all, of_some, tone = _SAID[state]
             yield Note(of_all if count == row.count else f"{count:,} {of_some}", tone)
 
@@ -301,6 +317,10 @@ def _below(
         wrong = int((concern < 3).sum() - (concern[list(shown)] < 3).sum())
         problems = f", {wrong:,} of them with problems" if wrong else ""
         yield f"… {left:,} more {'row' if left == 1 else 'rows'}{problems}; table.print(rows=None) shows all"
+    nonfinite = np.flatnonzero(concern == 0)
+    if len(nonfinite) > 1:
+        first, last = (table[int(i)].path for i in (nonfinite[0], nonfinite[-1]))
+        yield f"NaN or Inf in {len(nonfinite):,} rows, the first of the model {first}, the last {last}"
     for names in table.ties[:_TIES]:
         yield f"tied: {' = '.join(map(str, names))}"
     if (more := len(table.ties) - _TIES) > 0:

@@ -137,6 +137,11 @@ def _unit(values: Values) -> float:
 
 def measure(leaves: Sequence[Operands], histograms: bool = False) -> tuple[Matrix, Histograms | None]:
     """See `Backend.measure`."""
+    with np.errstate(all="ignore"):  # what does not fit is counted so
+        return _measured(leaves, histograms)
+
+
+def _measured(leaves: Sequence[Operands], histograms: bool) -> tuple[Matrix, Histograms | None]:
     matrix = empty_matrix(len(leaves))
     found: Histograms = []
     for line, leaf in zip(matrix, leaves, strict=True):

@@ -19,10 +19,20 @@ from cowalk.measure.moments import Adam, Moments, Pair
 from cowalk.tree import Path, leaf
 
 State = Literal[
-    "uninitialised", "meta", "frozen", "not run", "unused", "no optimizer", "zero", "unmoved", "partly zero"
+    "non-finite",
+    "uninitialised",
+    "meta",
+    "frozen",
+    "not run",
+    "unused",
+    "no optimizer",
+    "zero",
+    "unmoved",
+    "partly zero",
 ]
 """What is special about a parameter:
 
+- "non-finite": its values, its gradient, its update or Adam's state of it hold NaN or infinities
 - "uninitialised": lazy, without a shape yet
 - "meta": a shape without values
 - "frozen": it asks for no gradient; that is no problem
@@ -35,7 +45,7 @@ State = Literal[
 """
 BY_WRONG = (
     *("ok", "frozen", "meta", "uninitialised", "partly zero"),
-    *("unmoved", "zero", "no optimizer", "unused", "not run"),
+    *("unmoved", "zero", "no optimizer", "unused", "not run", "non-finite"),
 )
 """All states, by how much is wrong."""
 
@@ -319,7 +329,7 @@ def fold_matrix(matrix: Matrix, labels: NDArray[np.intp], groups: int) -> Matrix
             continue
         parts = dict(zip(section.names(), part[present].T, strict=True))
         within = _Groups(labels[present], groups)
-        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        with np.errstate(all="ignore"):
             merged = _MERGES[section](parts, within)
             merged = {
                 field: merged[field] if field in merged else within.sum(values) for field, values in parts.items()

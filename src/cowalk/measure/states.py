@@ -12,6 +12,7 @@ from cowalk.measure.moments import Moments
 from cowalk.measure.rows import State
 
 _N, _ZEROS, _ZERO_ROWS = (Moments.names().index(name) for name in ("n", "zeros", "zero_rows"))
+_NONFINITE = [Moments.names().index(name) for name in ("nan", "posinf", "neginf")]
 _NOTHING: tuple[State, ...] = ()
 
 
@@ -39,14 +40,25 @@ def states_of(
 
     has = list(gradients) if gradients is not None else [False] * len(matrix)
     gradient, update = (matrix[:, SPANS[section]] for section in ("gradient", "update"))
+    add("non-finite", _where(_nonfinite(matrix)))
     add("frozen", sorted(frozen))
     if gradients is not None:
-        add("unused" if any(has) else "not run", [i for i in range(len(has)) if not has[i] and i not in found])
+        lacking = [i for i in range(len(has)) if not has[i] and i not in frozen and i not in (without_values or {})]
+        add("unused" if any(has) else "not run", lacking)
     add("no optimizer", [i for i in sorted(unowned) if has[i]])
     add("zero", _where((gradient[:, _N] > 0) & (gradient[:, _ZEROS] == gradient[:, _N])))
     add("unmoved", [i for i in _where((update[:, _N] > 0) & (update[:, _ZEROS] == update[:, _N])) if has[i]])
     add("partly zero", _where((gradient[:, _ZERO_ROWS] > 0) & (gradient[:, _ZEROS] < gradient[:, _N])))
     return [tuple(found[i]) if i in found else _NOTHING for i in range(len(matrix))]
+
+
+def _nonfinite(matrix: Matrix) -> Any:
+    """Which lines hold NaN or infinities; in Adam's state, beyond those of the gradient."""
+    held: Any = False
+    for section in ("parameter", "gradient", "update"):
+        held = held | (matrix[:, SPANS[section]][:, _NONFINITE] > 0).any(axis=1)
+    adam = matrix[:, SPANS["adam"]]
+    return held | (adam[:, 0] > adam[:, 1])  # more elements than defined ones
 
 
 def _where(condition: Any) -> list[int]:

@@ -39,6 +39,7 @@ def stats(
     histograms: bool = False,
     ties: Ties = "sum",
     where: Where = istrainable,
+    strict: bool = True,
     threads: int | None = None,
 ) -> Table:
     """Measure every parameter of a model, beside its gradient, its update and Adam's state of it.
@@ -53,18 +54,19 @@ def stats(
         updates: what the last step added to the parameters, likewise: `new - old`.
         opt_state: the optimizer itself (torch, Keras, NNX), its state under the model's paths, or a state of Optax's.
             Given an optimizer, the table also says which gradients belong to parameters that it does not own.
-        scale: the loss scale that the gradients still hold (a number, or torch's GradScaler): it is taken out. What overflowed
-            is counted as it stands.
+        scale: the loss scale that the gradients still hold (a number, or torch's GradScaler before its `unscale_` and `step`): it
+            is taken out. What overflowed is counted as it stands.
         adam: what `opt_state` does not hold: "lr", "betas" (default 0.9, 0.999), "epsilon" (1e-8).
         histograms: count the powers of two in each array too.
         ties: how gradients (and the rest) at the paths of one tied parameter are joined before they are measured: "sum" (each
             path has a contribution of its own), "share" (they must be one array), "first", or "each" (every path is a row).
         where: which leaves to measure, as in every walk; `isleaf` takes plain numbers too.
+        strict: absent and extra keys are errors; if False, absent means missing and extras are ignored.
         threads: how many to use on the CPU; by default one for each processor, or what OMP_NUM_THREADS says. The results do not
             depend on it.
 
     Returns:
-        A table with a row for each parameter, frozen ones included, in the model's order.
+        A table with a row for each parameter, the frozen ones of torch modules included, in the model's order.
 
     Raises:
         StructureError: the trees do not fit together; all differences are on it.
@@ -79,20 +81,25 @@ def stats(
     (4.0, 1, 1, 'unused')
     """
     settings = settings_of(adam)
+    _check_threads(threads)
+    factor = None if scale is None else _scale_of(scale)
+    _check_places(params, grads, updates)
     source = AdamSource(settings=settings) if opt_state is None else adam_source(params, opt_state, settings)
-    gathered = gather(params, grads, updates, source, where, ties)
+    gathered = gather(params, grads, updates, source, where, ties, strict)
     if not gathered.leaves and holds_value(params, numeric=False):
         raise MeasureError([(Path(), f"where= finds nothing to measure in this {type(params).__name__}; {_NOTHING}")])
     matrix, powers = _measure(gathered, histograms, threads)
-    if scale is not None:
-        matrix, powers = _take_out_scale(matrix, powers, _scale_of(scale))
+    if factor is not None:
+        matrix, powers = _take_out_scale(matrix, powers, factor)
     return _table(params, gathered, matrix, powers, source, grads is not None)
 
 
 RATIO_COLUMNS = ("n", "ratio.mean", "ratio.min", "ratio.max", "ratio.mean_abs")
 
 
-def ratio(model: Any, grads: Any, *, ties: Ties = "sum", where: Where = istrainable) -> Table:
+def ratio(
+    model: Any, grads: Any, *, scale: Any = None, ties: Ties = "sum", where: Where = istrainable, strict: bool = True
+) -> Table:
     """The quotients parameter / gradient of every parameter of a model: mean, min and max, and what has no quotient.
 
     The table of `stats(model, grads)`, showing these columns; `table.structure` holds the same in the model's shape, a `Row`
@@ -107,7 +114,30 @@ def ratio(model: Any, grads: Any, *, ties: Ties = "sum", where: Where = istraina
     >>> table.structure["w"].ratio.mean, table.structure["b"].ratio.x_by_zero, table.structure["head"].ratio
     (1.25, 1, None)
     """
-    return stats(model, MISSING if grads is None else grads, ties=ties, where=where).select(*RATIO_COLUMNS)
+    table = stats(model, MISSING if grads is None else grads, scale=scale, ties=ties, where=where, strict=strict)
+    return table.select(*RATIO_COLUMNS)
+
+
+def _check_threads(threads: Any) -> None:
+    if threads is not None and not (isinstance(threads, int) and threads >= 1):
+        raise ValueError(f"threads= is a whole number, 1 or more, not {threads!r:.60}")
+
+
+def _check_places(params: Any, grads: Any, updates: Any) -> None:
+    """Refuse what stands in another argument's place."""
+    for name, tree in (("grads", grads), ("updates", updates)):
+        if tree is None or tree is MISSING:
+            continue
+        if hasattr(tree, "param_groups") or hasattr(tree, "apply_gradients") or hasattr(tree, "opt_state"):
+            raise CowalkError(f"{name}= is a {type(tree).__name__}, an optimizer: give it as opt_state=")
+        if tree is params:
+            raise CowalkError(
+                f"{name}= is the model itself; its gradients are cowalk.gradients_of(model) in torch, or what grad returned"
+            )
+        if callable(tree) and isleaf(tree):
+            raise CowalkError(
+                f"{name}= is a function, {getattr(tree, '__name__', tree)!r:.60}: call it, and give what it returns"
+            )
 
 
 # --- measuring ---
@@ -141,9 +171,14 @@ def _measure(gathered: Gathered, histograms: bool, threads: int | None) -> tuple
 
 
 def _scale_of(scale: Any) -> float:
-    value = float(scale.get_scale()) if hasattr(scale, "get_scale") else float(scale)
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"scale= is the factor by which the loss was multiplied: positive and finite, not {value}")
+    try:
+        value = float(scale.get_scale()) if hasattr(scale, "get_scale") else float(scale)
+    except (TypeError, ValueError, RuntimeError):
+        value = math.nan
+    if not (value > 0 and math.isfinite(value) and math.isfinite(1 / value)):
+        raise ValueError(
+            f"scale= is the factor by which the loss was multiplied: positive and finite, not {scale!r:.60}"
+        )
     return value
 
 
@@ -168,18 +203,31 @@ def _take_out_scale(matrix: Matrix, powers: Histograms | None, scale: float) -> 
 def _multiply(matrix: Matrix, section: str, kind: type[Moments | Pair], fields: Sequence[str], factor: float) -> None:
     names = kind.names()
     columns = [SPANS[section].start + names.index(field) for field in fields]
-    matrix[:, columns] *= factor
+    with np.errstate(all="ignore"):  # what does not fit becomes infinite or zero
+        matrix[:, columns] *= factor
 
 
-def settings_of(adam: Mapping[str, Any] | None) -> Hyperparameters:
+def settings_of(adam: Any) -> Hyperparameters:
     """The `adam=` of a call, checked."""
-    unknown = set(adam or ()) - {"lr", "betas", "epsilon"}
+    if adam is not None and not isinstance(adam, Mapping):
+        raise ValueError(f'adam= is a dict with "lr", "betas" or "epsilon", not {adam!r:.60}')
+    unknown = [key for key in adam or () if key not in ("lr", "betas", "epsilon")]
     if unknown:
-        raise ValueError(f'adam= may hold "lr", "betas" and "epsilon", not {", ".join(map(repr, sorted(unknown)))}')
+        raise ValueError(f'adam= may hold "lr", "betas" and "epsilon", not {", ".join(map(repr, unknown)):.60}')
     found = Hyperparameters(**(adam or {}))
     if found.betas is not None and not _are_betas(found.betas):
         raise ValueError(f"adam= holds betas=(β₁, β₂), two numbers from 0 to below 1, not {found.betas!r:.60}")
+    for name, value in (("lr", found.lr), ("epsilon", found.epsilon)):
+        if value is not None and not is_traced(value) and not _is_number(value):
+            raise ValueError(f"adam= holds {name} as a number, 0 or more, not {value!r:.60}")
     return found
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return float(value) >= 0
+    except (TypeError, ValueError):
+        return False
 
 
 def _are_betas(betas: Any) -> bool:
