@@ -18,7 +18,7 @@ INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format types imports docs bench bench-quick asan asan-short clean
+.PHONY: help demo test lint format types imports docs bench bench-quick asan asan-short triton clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -77,6 +77,23 @@ $(ASAN)/built: $(VENV)/has-test $(BUILT_FROM) $(shell find src -name '*.py' 2>/d
 	$(ASAN)/bin/python -m pip install --quiet --no-deps --config-settings=cmake.define.COWALK_SANITIZE=address,undefined .
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> $$($(ASAN)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/first.pth
+	touch $@
+
+# The Triton kernel in Triton's interpreter ---------------------------------------------------------------------------
+# Triton stands in an environment of its own, which sees the packages of the first one behind it: beside the CPU build of
+# torch it would only change how torch compiles.
+
+TRITON := build/triton
+
+triton: $(TRITON)/made ## The Triton kernel's tests, in Triton's interpreter
+	TRITON_INTERPRET=1 $(TRITON)/bin/python -m pytest -p no:cacheprovider tests/measure/test_triton.py
+
+$(TRITON)/made: $(VENV)/has-test
+	rm -rf $(TRITON)
+	$(BIN)/python -m venv $(TRITON)
+	$(TRITON)/bin/python -m pip install --quiet -c constraints.txt triton
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> $$($(TRITON)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/first.pth
 	touch $@
 
 # The environment -----------------------------------------------------------------------------------------------------
