@@ -338,7 +338,6 @@ class TestWrongPlaces:
         model = {"w": np.ones(2)}
         for wrong, message in (
             (Optimizer(), "an optimizer: give it as opt_state="),
-            (model, "the model itself"),
             (max, "is a function, 'max'"),
         ):
             with pytest.raises(cowalk.CowalkError, match=f"grads= is .*{message}|grads= {message}"):

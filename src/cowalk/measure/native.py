@@ -18,9 +18,6 @@ from cowalk.measure.arrays import is_tensor, written_out
 from cowalk.measure.backend import Histogram, Histograms, Matrix, Operands, empty_matrix
 from cowalk.tree import CowalkError, engine
 
-Description = tuple[int, int, tuple[int, ...], tuple[int, ...] | None]
-"""An array in memory: its address, the code of its type, its shape, and its strides in bytes (None: dense)."""
-
 _CODES = {
     "float16": (2, 16),
     "float32": (2, 32),

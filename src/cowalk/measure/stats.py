@@ -83,7 +83,7 @@ def stats(
     settings = settings_of(adam)
     _check_threads(threads)
     factor = None if scale is None else _scale_of(scale)
-    _check_places(params, grads, updates)
+    _check_places(grads, updates)
     source = AdamSource(settings=settings) if opt_state is None else adam_source(params, opt_state, settings)
     gathered = gather(params, grads, updates, source, where, ties, strict)
     if not gathered.leaves and holds_value(params, numeric=False):
@@ -123,17 +123,13 @@ def _check_threads(threads: Any) -> None:
         raise ValueError(f"threads= is a whole number, 1 or more, not {threads!r:.60}")
 
 
-def _check_places(params: Any, grads: Any, updates: Any) -> None:
+def _check_places(grads: Any, updates: Any) -> None:
     """Refuse what stands in another argument's place."""
     for name, tree in (("grads", grads), ("updates", updates)):
         if tree is None or tree is MISSING:
             continue
         if hasattr(tree, "param_groups") or hasattr(tree, "apply_gradients") or hasattr(tree, "opt_state"):
             raise CowalkError(f"{name}= is a {type(tree).__name__}, an optimizer: give it as opt_state=")
-        if tree is params:
-            raise CowalkError(
-                f"{name}= is the model itself; its gradients are cowalk.gradients_of(model) in torch, or what grad returned"
-            )
         if callable(tree) and isleaf(tree):
             raise CowalkError(
                 f"{name}= is a function, {getattr(tree, '__name__', tree)!r:.60}: call it, and give what it returns"
