@@ -88,9 +88,8 @@ def gather(
     if where is istrainable:
         _add_frozen(found, params)
     visited = list(walk(found.structure))
-    if not all(
-        isinstance(place, Place) for _, (place,) in visited
-    ):  # the table holds on to nothing that it did not measure
+    if not all(isinstance(place, Place) for _, (place,) in visited):
+        # The table holds on to nothing that it did not measure.
         found.structure = fmapstructure(
             lambda node: node if isinstance(node, Place) else None,
             found.structure,

@@ -14,7 +14,7 @@ from cowalk.frameworks.framework import Hyperparameters
 from cowalk.measure import dispatch
 from cowalk.measure.backend import SPANS, Histogram, Histograms, Matrix, empty_matrix
 from cowalk.measure.gathering import Gathered, gather, in_shape
-from cowalk.measure.moments import Moments, Pair
+from cowalk.measure.moments import Adam, Moments, Pair
 from cowalk.measure.obstacles import MeasureError, is_traced, is_uninitialised, obstacle, state_without_values
 from cowalk.measure.optimizer_states import AdamSource, adam_source
 from cowalk.measure.rows import State
@@ -183,7 +183,7 @@ def _take_out_scale(matrix: Matrix, powers: Histograms | None, scale: float) -> 
     _multiply(matrix, "gradient", Moments, ("mean", "std", "min", "max", "mean_abs"), 1 / scale)
     _multiply(matrix, "ratio", Pair, ("mean", "min", "max", "mean_abs"), scale)
     _multiply(matrix, "ratio", Pair, ("norm_y",), 1 / scale)
-    matrix[:, SPANS["adam"].start + 3] /= scale  # rms(g²/v): v is of gradients without the scale
+    _multiply(matrix, "adam", Adam, ("rms",), 1 / scale)  # v is of gradients without the scale
     if powers is None:
         return matrix, None
     fraction, exponent = math.frexp(scale)
@@ -196,7 +196,9 @@ def _take_out_scale(matrix: Matrix, powers: Histograms | None, scale: float) -> 
     return matrix, shifted
 
 
-def _multiply(matrix: Matrix, section: str, kind: type[Moments | Pair], fields: Sequence[str], factor: float) -> None:
+def _multiply(
+    matrix: Matrix, section: str, kind: type[Moments | Pair | Adam], fields: Sequence[str], factor: float
+) -> None:
     names = kind.names()
     columns = [SPANS[section].start + names.index(field) for field in fields]
     with np.errstate(all="ignore"):  # what does not fit becomes infinite or zero
