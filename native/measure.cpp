@@ -2,33 +2,15 @@
 #include "measure.hpp"
 
 #include <algorithm>
-#include <atomic>
-#include <cfenv>
 #include <cstring>
 #include <mutex>
-#include <system_error>
-#include <thread>
 
 #include "layout.hpp"
+#include "threads.hpp"
 
 namespace cowalk {
 
 namespace {
-
-// The default floating-point mode for the time of one measurement: a mode that flushes subnormal numbers would drop them.
-class PlainArithmetic {
-  public:
-    PlainArithmetic() {
-        std::fegetenv(&before_);
-        std::fesetenv(FE_DFL_ENV);
-    }
-    ~PlainArithmetic() { std::fesetenv(&before_); }
-    PlainArithmetic(const PlainArithmetic &) = delete;
-    PlainArithmetic &operator=(const PlainArithmetic &) = delete;
-
-  private:
-    std::fenv_t before_;
-};
 
 Line blank(const Leaf &leaf) {
     Line line;
@@ -55,29 +37,6 @@ struct Run {
     std::int64_t begin, end;
     Line *line;
 };
-
-// Work below this is done before a thread has started.
-constexpr std::int64_t ELEMENTS_A_THREAD = 1 << 17;
-
-// Calls work(i) for all i below `count` on several threads; the calling one is among them.
-template <class Work> void share_out(std::size_t count, int threads, Work work) {
-    std::atomic<std::size_t> next{0};
-    const auto go = [&] {
-        const PlainArithmetic mode;
-        for (std::size_t i = next++; i < count; i = next++) work(i);
-    };
-    std::vector<std::thread> others;
-    others.reserve(threads);
-    for (int i = 1; i < threads; ++i) {
-        try {
-            others.emplace_back(go);
-        } catch (const std::system_error &) {  // no more threads to be had: fewer do it too
-            break;
-        }
-    }
-    go();
-    for (std::thread &other : others) other.join();
-}
 
 }  // namespace
 
@@ -107,7 +66,7 @@ void measure(const std::vector<Leaf> &leaves, const std::vector<Rows> &rows, Ker
         }
     }
 
-    threads = static_cast<int>(std::max<std::int64_t>(1, std::min<std::int64_t>(threads, elements / ELEMENTS_A_THREAD + 1)));
+    threads = threads_for(elements, threads);
     std::mutex counting;
     share_out(runs.size(), threads, [&](std::size_t i) {
         const Run &run = runs[i];

@@ -9,25 +9,20 @@
 
 namespace cowalk {
 
-namespace {
-
-struct Level {
-    const char *name;
-    Kernel kernel;
-};
-
-// The instruction sets that this build has and this processor knows, the least first.
 std::vector<Level> levels() {
-    std::vector<Level> found = {{"baseline", kernel_baseline}};
+    std::vector<Level> found = {{"baseline", kernel_baseline, add_kernel_baseline}};
 #ifdef COWALK_X86_LEVELS
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back({"avx2", kernel_avx2});
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+        found.push_back({"avx2", kernel_avx2, add_kernel_avx2});
     if (found.size() == 2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq"))
-        found.push_back({"avx512", kernel_avx512});
+        found.push_back({"avx512", kernel_avx512, add_kernel_avx512});
 #endif
     return found;
 }
+
+namespace {
 
 double number(PyObject *tuple, Py_ssize_t i) {
     const double value = PyFloat_AsDouble(PyTuple_GET_ITEM(tuple, i));

@@ -25,6 +25,7 @@ PyMethodDef functions[] = {
     {"walk", fast<&cowalk::walk>(), METH_FASTCALL, "walk(trees, where, missing, strict, ties, holders)"},
     {"differences", fast<&cowalk::differences>(), METH_FASTCALL, "differences(trees, where)"},
     {"measure", fast<&cowalk::measure_leaves>(), METH_FASTCALL, "measure(leaves, matrix, threads, level, histograms)"},
+    {"add", fast<&cowalk::add_gradients>(), METH_FASTCALL, "add(addends, factor, norms, threads, level)"},
     {"know_arrays", fast<&cowalk::know_arrays>(), METH_FASTCALL, "know_arrays(ndarray, codes, tensors, exchange)"},
     {"instruction_sets", cowalk::instruction_sets, METH_NOARGS, "The names of the kernels that can run here."},
     {nullptr, nullptr, 0, nullptr},

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from cowalk.frameworks.numpy import is_inexact
 from cowalk.measure.arrays import is_tensor, written_out
 from cowalk.measure.backend import Histogram, Histograms, Matrix, Operands, empty_matrix
 from cowalk.tree import CowalkError, engine
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _CODES = {
     "float16": (2, 16),
@@ -48,11 +51,15 @@ _level = -1
 
 
 class Extension(Protocol):
-    """What the extension offers for measuring; native/measuring.cpp says more."""
+    """What the extension offers for measuring and adding; native/measuring.cpp and native/adding.cpp say more."""
 
     def measure(
         self, leaves: Sequence[Any], matrix: Matrix, threads: int, level: int, histograms: bool, /
     ) -> tuple[tuple[tuple[int, tuple[int, ...]] | None, ...], ...] | Literal[False] | None: ...
+
+    def add(
+        self, addends: Sequence[Any], factor: float, norms: NDArray[np.float64], threads: int, level: int, /
+    ) -> bool: ...
 
     def know_arrays(self, ndarray: type, codes: Mapping[Any, int], tensors: Any, exchange: Any, /) -> None: ...
 
@@ -106,8 +113,8 @@ def measure(
     if found is not None:
         return found
     kept: list[Any] = []  # what was written out lives as long as it is read
-    ready = [(*(_prepared(array, kept) for array in leaf[:5]), leaf[5]) for leaf in leaves]
-    found = measure_seen(ready, histograms, threads)
+    as_seen = [(*(prepared(array, kept) for array in leaf[:5]), leaf[5]) for leaf in leaves]
+    found = measure_seen(as_seen, histograms, threads)
     if found is None:
         unknown = [array for leaf in leaves for array in leaf[:5] if array is not None and not is_known(array)]
         if not unknown:
@@ -120,17 +127,23 @@ def measure_seen(
     leaves: Sequence[Any], histograms: bool, threads: int | None
 ) -> tuple[Matrix, Histograms | None] | None:
     """The same of arrays all of which the extension can see by itself; None if there are others."""
-    native = _extension()
-    if _level < 0:
-        set_level(os.environ.get("COWALK_SIMD") or None)
-    _introduce(native)
+    native, level = ready()
     matrix = empty_matrix(len(leaves))
-    found = native.measure(leaves, matrix, threads or threads_by_default(), _level, histograms)
+    found = native.measure(leaves, matrix, threads or threads_by_default(), level, histograms)
     if found is None:
         return matrix, None
     if found is False:
         return None
     return matrix, [cast("Any", tuple(None if each is None else Histogram(*each) for each in three)) for three in found]
+
+
+def ready() -> tuple[Extension, int]:
+    """The extension, knowing which types it may see by itself, and the number of the instruction set that is chosen."""
+    native = _extension()
+    if _level < 0:
+        set_level(os.environ.get("COWALK_SIMD") or None)
+    _introduce(native)
+    return native, _level
 
 
 _introduced: tuple[Any, ...] = ()
@@ -184,7 +197,8 @@ def is_known(array: Any) -> bool:
     return dtype.kind in "biu" or _code_of(dtype if dtype.isnative else dtype.newbyteorder("=")) is not None
 
 
-def _prepared(array: Any, kept: list[Any]) -> Any:
+def prepared(array: Any, kept: list[Any]) -> Any:
+    """An array as the extension can see it, if it can; what has to live as long as that is read is put into `kept`."""
     if array is None or type(array) is tuple:
         return array
     if is_tensor(array):
