@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cowalk import CowalkError, Path
-from cowalk.measure.backend import SECTIONS, SPANS, WIDTH, AdamSettings, Operands, empty_matrix
+from cowalk.measure.backend import AdamSettings, Operands, empty_matrix
 from cowalk.measure.reference import measure
-from cowalk.measure.rows import Columns, Row, fold_matrix
+from cowalk.measure.rows import TABLE_SECTIONS, TABLE_SPANS, TABLE_WIDTH, Columns, Row, fold_matrix, widened
 from cowalk.measure.table import FrameError, Table, TableKeyError
 from cowalk.tree import Index, isleaf
 
@@ -294,12 +294,12 @@ def agree(one, other):
 @given(leaves=st.lists(operands(), max_size=8), data=st.data())
 def test_folding_a_matrix_is_merging_its_rows(leaves, data):
     labels = data.draw(st.lists(st.integers(0, 3), min_size=len(leaves), max_size=len(leaves)))
-    matrix, _ = measure(leaves)
+    matrix = widened(measure(leaves)[0])
     folded = fold_matrix(matrix, np.array(labels, dtype=np.intp), 4)
-    assert folded.shape == (4, WIDTH)
+    assert folded.shape == (4, TABLE_WIDTH)
     for label, line in enumerate(folded):
-        for name, section in SECTIONS.items():
-            span = SPANS[name]
+        for name, section in TABLE_SECTIONS.items():
+            span = TABLE_SPANS[name]
             parts = [
                 section.of_columns(row[span].tolist())
                 for row, own in zip(matrix, labels, strict=True)
@@ -312,7 +312,7 @@ def test_folding_a_matrix_is_merging_its_rows(leaves, data):
 def test_one_row_alone_folds_into_itself_exactly():
     rng = np.random.default_rng(0)
     arrays = [rng.normal(size=(3, 7)) for _ in range(4)]
-    matrix, _ = measure([Operands(*arrays, np.square(arrays[1]), AdamSettings(1e-8, lr=0.1))])
+    matrix = widened(measure([Operands(*arrays, np.square(arrays[1]), AdamSettings(1e-8, lr=0.1))])[0])
     folded = fold_matrix(matrix, np.zeros(1, dtype=np.intp), 1)
     np.testing.assert_allclose(folded, matrix, rtol=1e-15)
 

@@ -2,18 +2,19 @@
 
 The columns are the fields of `Moments` for the parameter, the gradient and the update, those of `Pair` for
 (parameter, gradient) and (update, parameter), and those of `Adam`. A section whose arrays are absent is NaN throughout.
+A table may hold more sections behind these (see `cowalk.measure.rows`), of which no back end knows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cowalk.measure.moments import Adam, Moments, Pair
+from cowalk.measure.moments import Adam, Moments, Noise, Pair
 
 Matrix = NDArray[np.float64]
 
@@ -25,19 +26,20 @@ SECTIONS: dict[str, type[Moments | Pair | Adam]] = {
     "update_ratio": Pair,
     "adam": Adam,
 }
-"""The sections of a line, in their order: `ratio` is parameter / gradient, `update_ratio` is update / parameter."""
+"""The sections that a back end fills, in their order: `ratio` is parameter / gradient, `update_ratio` is update / parameter."""
 
 
-def _spans() -> dict[str, slice]:
+def spans_of(sections: Mapping[str, type[Moments | Pair | Adam | Noise]]) -> dict[str, slice]:
+    """Which columns of a line belong to each section, where they follow one another."""
     spans: dict[str, slice] = {}
     start = 0
-    for name, section in SECTIONS.items():
+    for name, section in sections.items():
         spans[name] = slice(start, start + len(section.names()))
         start = spans[name].stop
     return spans
 
 
-SPANS = _spans()
+SPANS = spans_of(SECTIONS)
 """Which columns of a line belong to a section."""
 WIDTH = max(span.stop for span in SPANS.values())
 

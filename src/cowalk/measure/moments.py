@@ -1,15 +1,16 @@
-"""The statistics of one array, of a pair of arrays, and of Adam's state: what two parts merge into those of the whole.
+"""The statistics of one array, of a pair of arrays, of Adam's state, and of gradients over batches: what two parts merge
+into those of the whole.
 
-Everything is kept as means, never as sums: a mean of values that fit into float64 fits too, where their sum or the sum of
-their squares may not. Each class is also a run of columns in the matrix that a back end fills, in the order of its fields;
-in a matrix, NaN stands for a value that does not exist, in a field None does.
+Of arrays everything is kept as means, never as sums: a mean of values that fit into float64 fits too, where their sum or
+the sum of their squares may not. Each class is also a run of columns in a table's matrix, in the order of its fields; in a
+matrix, NaN stands for a value that does not exist, in a field None does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from math import hypot, isnan, log10, sqrt
+from math import hypot, inf, isnan, log10, sqrt
 from typing import Any, Self
 
 from cowalk.tree import leaf
@@ -251,6 +252,73 @@ class Adam(_Columns):
         )
 
 
+@leaf
+@dataclass(frozen=True, slots=True)
+class Noise(_Columns):
+    """The noise of a gradient over the batches of a data set: how the batches' gradients scatter around their true mean.
+
+    The gradient of one example has the mean G and the covariance Σ, so that of a batch of b examples has the mean G and the
+    covariance Σ/b: E|g|² = |G|² + tr Σ / b. Both unknowns are sums over the elements, so they add up over the parameters of
+    a layer. A walk sees `Noise` as a leaf.
+
+    Attributes:
+        n: how many elements the parameter has.
+        batches: in how many batches there was a gradient; of a layer the most of any of its parameters.
+        batch: the mean weight of one batch, in examples; of a layer, where its parameters differ, the greatest.
+        trace: an estimate of tr Σ, the variance of one example's gradient summed over the elements; None of fewer than two
+            batches, and of a layer if that of a parameter with batches is not known.
+        square: an unbiased estimate of |G|², which may be negative by chance; None where `trace` would be.
+
+    >>> weight = Noise(n=4, batches=10, batch=16.0, trace=64.0, square=0.25)
+    >>> weight.noise_scale, weight.signal_to_noise
+    (256.0, 0.25)
+    >>> layer = weight.merge(Noise(n=2, batches=10, batch=16.0, trace=16.0, square=0.25))
+    >>> layer.n, layer.trace, layer.noise_scale
+    (6, 80.0, 160.0)
+    """
+
+    n: int = 0
+    batches: int = 0
+    batch: float | None = None
+    trace: float | None = None
+    square: float | None = None
+
+    @property
+    def noise_scale(self) -> float | None:
+        """tr Σ / |G|², in examples: the simple noise scale of McCandlish et al. 2018 (arXiv 1812.06162).
+
+        A batch of this size has noise as large as the gradient itself; larger batches hardly make better steps. inf if no
+        gradient stands out from the noise (`square` is not positive), None if both are zero or one is not known.
+        """
+        if self.trace is None or self.square is None:
+            return None
+        noise, signal = max(self.trace, 0.0), max(self.square, 0.0)  # by rounding or chance below zero
+        return _quotient(noise, signal)
+
+    @property
+    def signal_to_noise(self) -> float | None:
+        """|G| / sqrt(tr Σ / b), for b = `batch`: |G| over the standard deviation of one batch's gradient.
+
+        0 if no gradient stands out from the noise, inf if there is a gradient and no noise, None if there is neither or one
+        is not known.
+        """
+        if self.trace is None or self.square is None or self.batch is None:
+            return None
+        noise, signal = max(self.trace, 0.0), max(self.square, 0.0)
+        return _quotient(sqrt(signal) * sqrt(self.batch), sqrt(noise))  # root by root: no quotient under them vanishes
+
+    def merge(self, other: Noise) -> Noise:
+        """The noise of the elements of both together, over the batches of one data set."""
+        batches = self.batches, other.batches
+        return Noise(
+            n=self.n + other.n,
+            batches=max(batches),
+            batch=_greatest(self.batch, other.batch),
+            trace=_sum_if_known((self.trace, other.trace), batches),
+            square=_sum_if_known((self.square, other.square), batches),
+        )
+
+
 Values = tuple[float | None, float | None]
 
 
@@ -277,6 +345,22 @@ def _merged_spread(means: Values, stds: Values, weights: tuple[int, int]) -> Val
     p, q = (weight / sum(weights) for weight in weights)
     root = sqrt(p) * sqrt(q)
     return mean, hypot(sqrt(p) * s, sqrt(q) * t, root * one - root * other)
+
+
+def _quotient(x: float, y: float) -> float | None:
+    """x/y of numbers that are not negative; None where it is 0/0 or inf/inf."""
+    if not y:
+        return inf if x else None
+    quotient = x / y
+    return None if isnan(quotient) else quotient
+
+
+def _sum_if_known(values: Values, counts: tuple[int, int]) -> float | None:
+    """None if a value is lacking that a part with a count should have, or if there is no value."""
+    if any(value is None and count for value, count in zip(values, counts, strict=True)):
+        return None
+    known = [value for value in values if value is not None]
+    return None if not known or isnan(sum(known)) else sum(known)
 
 
 def _root_mean_square(values: Values, weights: tuple[int, int]) -> float | None:

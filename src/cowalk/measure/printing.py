@@ -17,9 +17,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table as Grid
 from rich.text import Text
 
-from cowalk.measure.backend import SECTIONS, SPANS
 from cowalk.measure.moments import Moments, Pair
-from cowalk.measure.rows import COLUMNS, Row, State
+from cowalk.measure.rows import COLUMNS, TABLE_SECTIONS, TABLE_SPANS, Row, State
 from cowalk.measure.table import Table
 
 if TYPE_CHECKING:
@@ -59,12 +58,21 @@ _QUOTIENTS = ("mean", "min", "max", "mean_abs")
 """Statistics over the elements' quotients, which not every element has."""
 
 
+_WITH_NOISE = (
+    *("n", "parameter.rms", "gradient.rms"),
+    *("noise.noise_scale", "noise.signal_to_noise", "noise.batches"),
+)
+"""What is printed of a table over many batches, where it was measured."""
+
+
 def _printed_columns(table: Table, wide: bool) -> tuple[str, ...]:
     if wide:
         return tuple(name for name in COLUMNS if name not in ("path", "state") and _says_something(table, name))
     if table.columns is not None:
         return tuple(name for name in table.columns if name != "path")
-    has = {name: bool(table.measured(name).any()) for name in SECTIONS}
+    has = {name: bool(table.measured(name).any()) for name in TABLE_SECTIONS}
+    if has["noise"]:
+        return tuple(name for name in _WITH_NOISE if has.get(name.partition(".")[0], True))
     if not has["parameter"] and not has["gradient"]:
         return ("n",)
     if not has["gradient"] and not has["update"]:
@@ -107,7 +115,9 @@ def _concern(table: Table, quotients: Sequence[str]) -> NDArray[np.intp]:
     counts = dict.fromkeys(("parameter", "gradient", "update"), ("nan", "posinf", "neginf"))
     counts |= dict.fromkeys(quotients, ("nonfinite",))
     columns = [
-        SPANS[name].start + SECTIONS[name].names().index(field) for name, fields in counts.items() for field in fields
+        TABLE_SPANS[name].start + TABLE_SECTIONS[name].names().index(field)
+        for name, fields in counts.items()
+        for field in fields
     ]
     is_nonfinite = (table.matrix[:, columns] > 0).any(axis=1)
     return np.where(is_nonfinite, 0, np.array(states, dtype=np.intp))
@@ -117,7 +127,7 @@ def _extremeness(table: Table) -> NDArray[np.float64]:
     """How large the update is beside the parameter; without updates, how far |p|/|g| is from the usual one, in decades."""
     fields = Pair.names()
     section = "update_ratio" if table.measured("update_ratio").any() else "ratio"
-    x, y = (table.matrix[:, SPANS[section].start + fields.index(name)] for name in ("norm_x", "norm_y"))
+    x, y = (table.matrix[:, TABLE_SPANS[section].start + fields.index(name)] for name in ("norm_x", "norm_y"))
     with np.errstate(all="ignore"):
         decades = np.log10(x) - np.log10(y)
     if section == "ratio":
@@ -142,10 +152,32 @@ def _shown_rows(table: Table, limit: int | None, concern: NDArray[np.intp]) -> l
 
 # --- texts ---
 
-_LETTERS = {"parameter": "p", "gradient": "g", "update": "u", "ratio": "p/g", "update_ratio": "u/p", "adam": "adam"}
+_LETTERS = {
+    "parameter": "p",
+    "gradient": "g",
+    "update": "u",
+    "ratio": "p/g",
+    "update_ratio": "u/p",
+    "adam": "adam",
+    "noise": "noise",
+}
 QUOTIENT_MEANING = (
     "|p/g| is the learning rate at which one plain gradient step would be as large as the parameter itself."
 )
+
+
+_NOISE: dict[str, tuple[str, str]] = {
+    "trace": ("tr Σ", "tr Σ: the variance of one example's gradient, summed over the elements"),
+    "square": ("|G|²", "|G|²: the square of the true mean gradient's 2-norm, an unbiased estimate"),
+    "noise_scale": ("noise\nscale", "noise scale: tr Σ / |G|², the examples of a batch that is half noise, half G"),
+    "signal_to_noise": (
+        "signal/\nnoise",
+        "signal/noise: |G|, of the mean gradient, over one batch's standard deviation",
+    ),
+    "batches": ("batches", "batches: how many had a gradient"),
+    "batch": ("batch", "batch: the mean weight of one, in examples"),
+}
+"""Of the statistics of noise, the headers and what they mean."""
 
 
 def sheet_of(table: Table, wide: bool, limit: int | None) -> Sheet:
@@ -171,8 +203,10 @@ def _header(column: str) -> str:
     section, _, name = column.partition(".")
     if not name:
         return section
+    if section == "noise" and name in _NOISE:
+        return _NOISE[name][0]
     letter = _LETTERS[section]
-    if SECTIONS[section] is Moments:
+    if TABLE_SECTIONS[section] is Moments:
         return {"mean_abs": f"mean |{letter}|", "max_abs": f"max |{letter}|", "norm": f"|{letter}|"}.get(
             name, f"{name} {letter}"
         )
@@ -185,7 +219,7 @@ def _header(column: str) -> str:
 
 def _total_line(table: Table, columns: Sequence[str], quotients: Sequence[str]) -> Line:
     total = table.total
-    sections = {column.partition(".")[0] for column in columns}.intersection(SECTIONS) or set(SECTIONS)
+    sections = {column.partition(".")[0] for column in columns}.intersection(TABLE_SECTIONS) or set(TABLE_SECTIONS)
     measured = int(table.measured(*sections).sum())
     rows = "row" if len(table) == 1 else "rows"
     label = f"all {len(table):,} {rows}" if measured in (0, len(table)) else f"{measured:,} of {len(table):,} {rows}"
@@ -333,6 +367,7 @@ def _below(
         yield "no parameter has a gradient: was backward() called?"
     if legend := _legend(columns, quotients):
         yield legend
+    yield from (meaning for name, (_, meaning) in _NOISE.items() if f"noise.{name}" in columns)
 
 
 def _legend(columns: Sequence[str], quotients: Sequence[str]) -> str:
@@ -340,7 +375,9 @@ def _legend(columns: Sequence[str], quotients: Sequence[str]) -> str:
     if "ratio" in quotients:
         return QUOTIENT_MEANING
     letters = "".join(
-        _LETTERS[name] for name in SECTIONS if name != "adam" and any(c.startswith(f"{name}.") for c in columns)
+        _LETTERS[name]
+        for name in TABLE_SECTIONS
+        if name not in ("adam", "noise") and any(c.startswith(f"{name}.") for c in columns)
     )
     names = {
         letter: word for letter, word in (("p", "parameter"), ("g", "gradient"), ("u", "update")) if letter in letters

@@ -1,6 +1,7 @@
 """A row: what is known of one parameter, or of a layer of them; and how rows fold into layers.
 
-Rows are kept by columns, and the statistics as the matrix that a back end filled: a `Row` is made only when one is asked for.
+Rows are kept by columns, and the statistics as a matrix, whose first columns a back end filled: a `Row` is made only when
+one is asked for.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Any, Literal, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from cowalk.measure.backend import SECTIONS, SPANS, Histogram, Matrix, empty_matrix
-from cowalk.measure.moments import Adam, Moments, Pair
+from cowalk.measure.backend import SECTIONS, Histogram, Matrix, spans_of
+from cowalk.measure.moments import Adam, Moments, Noise, Pair
 from cowalk.tree import Path, leaf
 
 State = Literal[
@@ -50,9 +51,26 @@ BY_WRONG = (
 """All states, by how much is wrong."""
 
 Floats = NDArray[np.float64]
-Section = Moments | Pair | Adam
+Section = Moments | Pair | Adam | Noise
 ThreeHistograms = tuple[Histogram | None, Histogram | None, Histogram | None]
 T = TypeVar("T")
+
+
+TABLE_SECTIONS: dict[str, type[Section]] = {**SECTIONS, "noise": Noise}
+"""The sections of a table's line, in their order: those that a back end fills, and what is known of many batches only."""
+TABLE_SPANS = spans_of(TABLE_SECTIONS)
+"""Which columns of a table's line belong to a section."""
+TABLE_WIDTH = max(span.stop for span in TABLE_SPANS.values())
+
+
+def widened(matrix: Matrix) -> Matrix:
+    """A back end's matrix with the columns of a table: nothing is known yet of the sections that it does not fill."""
+    lines, filled = matrix.shape
+    if filled == TABLE_WIDTH:
+        return matrix
+    wide = np.full((lines, TABLE_WIDTH), np.nan)
+    wide[:, :filled] = matrix
+    return wide
 
 
 def columns_of(section: type[Section]) -> tuple[str, ...]:
@@ -62,7 +80,9 @@ def columns_of(section: type[Section]) -> tuple[str, ...]:
 
 
 PLAIN_COLUMNS = ("path", "n", "count", "state", "shape", "dtype")
-COLUMNS = PLAIN_COLUMNS + tuple(f"{name}.{each}" for name, section in SECTIONS.items() for each in columns_of(section))
+COLUMNS = PLAIN_COLUMNS + tuple(
+    f"{name}.{each}" for name, section in TABLE_SECTIONS.items() for each in columns_of(section)
+)
 """The names of all columns of a table."""
 
 
@@ -81,6 +101,7 @@ class Row:
         ratio: how the parameter relates to the gradient.
         update_ratio: how the update relates to the parameter.
         adam: how the gradient relates to Adam's moments of it.
+        noise: how the gradient scatters over the batches of a data set, if the table is of one.
         histograms: those of parameter, gradient and update, if they were asked for.
         count: how many parameters the row stands for.
         n: how many elements it has; None if that is not known.
@@ -102,6 +123,7 @@ class Row:
     ratio: Pair | None = None
     update_ratio: Pair | None = None
     adam: Adam | None = None
+    noise: Noise | None = None
     histograms: ThreeHistograms | None = None
     count: int = 1
     n: int | None = None
@@ -130,7 +152,7 @@ class Row:
             "shape": None if self.shape is None else list(self.shape),
             "dtype": self.dtype,
         }
-        for name, section in SECTIONS.items():
+        for name, section in TABLE_SECTIONS.items():
             held = getattr(self, name)
             data[name] = None if held is None else {each: getattr(held, each) for each in columns_of(section)}
         if self.histograms is not None:
@@ -188,8 +210,8 @@ class Columns:
         shape = self.shapes[i]
         tally = self.tally(i)
         sections: dict[str, Any] = {
-            name: SECTIONS[name].of_columns(line[span])
-            for name, span in SPANS.items()
+            name: TABLE_SECTIONS[name].of_columns(line[span])
+            for name, span in TABLE_SPANS.items()
             if not math.isnan(line[span.start])
         }
         return Row(
@@ -226,7 +248,7 @@ class Columns:
                 return list(self.dtypes)
 
     def _statistic(self, name: str, statistic: str) -> list[Any]:
-        section, span = SECTIONS[name], SPANS[name]
+        section, span = TABLE_SECTIONS[name], TABLE_SPANS[name]
         kinds = {field.name: field.type for field in fields(section)}
         if statistic not in kinds:
             lines: list[list[float]] = self.matrix[:, span].tolist()
@@ -235,9 +257,9 @@ class Columns:
         is_count = kinds[statistic] == "int"
         return [None if math.isnan(value) else int(value) if is_count else value for value in values]
 
-    def measured(self, sections: Sequence[str] = tuple(SECTIONS)) -> NDArray[np.bool_]:
+    def measured(self, sections: Sequence[str] = tuple(TABLE_SECTIONS)) -> NDArray[np.bool_]:
         """Which rows have values in at least one of the sections."""
-        starts = [SPANS[name].start for name in sections]
+        starts = [TABLE_SPANS[name].start for name in sections]
         return np.asarray((~np.isnan(self.matrix[:, starts])).any(axis=1))
 
     def take(self, rows: Sequence[int]) -> Columns:
@@ -321,9 +343,9 @@ def _merged_histograms(parts: Sequence[ThreeHistograms]) -> ThreeHistograms:
 
 def fold_matrix(matrix: Matrix, labels: NDArray[np.intp], groups: int) -> Matrix:
     """One line for each group of lines, as `merge` of the sections makes it; `labels` says which group a line belongs to."""
-    folded = empty_matrix(groups)
-    for name, section in SECTIONS.items():
-        part = matrix[:, SPANS[name]]
+    folded = np.full((groups, TABLE_WIDTH), np.nan)
+    for name, section in TABLE_SECTIONS.items():
+        part = matrix[:, TABLE_SPANS[name]]
         present = ~np.isnan(part[:, 0])
         if not present.any():
             continue
@@ -336,7 +358,7 @@ def fold_matrix(matrix: Matrix, labels: NDArray[np.intp], groups: int) -> Matrix
             }
         lines = np.stack(list(merged.values()), axis=1)
         lines[within.sum(np.ones(len(within.labels))) == 0] = np.nan
-        folded[:, SPANS[name]] = lines
+        folded[:, TABLE_SPANS[name]] = lines
     return folded
 
 
@@ -349,6 +371,11 @@ class _Groups:
 
     def sum(self, values: Floats) -> Floats:
         return np.bincount(self.labels, np.where(np.isnan(values), 0.0, values), self.number).astype(np.float64)
+
+    def sum_if_known(self, values: Floats, counts: Floats) -> Floats:
+        """NaN for the groups that hold no value, or lack one that has a count."""
+        lacking = self.sum(np.where(np.isnan(values) & (counts > 0), 1.0, 0.0)) > 0
+        return np.where(lacking, np.nan, self.sum(values) + self._gaps(values))
 
     def least(self, values: Floats) -> Floats:
         least = np.full(self.number, np.nan)
@@ -420,4 +447,18 @@ def _merge_adams(parts: Mapping[str, Floats], within: _Groups) -> dict[str, Floa
     }
 
 
-_MERGES: Mapping[type[Section], Any] = {Moments: _merge_moments, Pair: _merge_pairs, Adam: _merge_adams}
+def _merge_noises(parts: Mapping[str, Floats], within: _Groups) -> dict[str, Floats]:
+    return {
+        "batches": within.greatest(parts["batches"]),
+        "batch": within.greatest(parts["batch"]),
+        "trace": within.sum_if_known(parts["trace"], parts["batches"]),
+        "square": within.sum_if_known(parts["square"], parts["batches"]),
+    }
+
+
+_MERGES: Mapping[type[Section], Any] = {
+    Moments: _merge_moments,
+    Pair: _merge_pairs,
+    Adam: _merge_adams,
+    Noise: _merge_noises,
+}

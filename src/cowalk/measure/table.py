@@ -10,22 +10,26 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
-from cowalk.measure.backend import SECTIONS, Matrix
+from cowalk.measure.backend import Matrix
 from cowalk.measure.rows import (
     BY_WRONG,
     COLUMNS,
     PLAIN_COLUMNS,
+    TABLE_SECTIONS,
+    TABLE_SPANS,
     Columns,
     Row,
     State,
     ThreeHistograms,
     columns_of,
     sum_of_tallies,
+    widened,
 )
 from cowalk.tree import CowalkError, Path
 from cowalk.tree.paths import brief, compile_pattern, twin
@@ -107,7 +111,7 @@ class Table:
         columns: tuple[str, ...] | None = None,
         locate: Locate | None = None,
     ) -> None:
-        self._columns = Columns(paths, matrix, aliases, states, shapes, dtypes, histograms)
+        self._columns = Columns(paths, widened(matrix), aliases, states, shapes, dtypes, histograms)
         self._locate = locate
         self._structure = structure
         self.columns = columns
@@ -154,7 +158,7 @@ class Table:
 
     @property
     def matrix(self) -> Matrix:
-        """The statistics of all rows, a line each; see `cowalk.measure.backend.SPANS`."""
+        """The statistics of all rows, a line each; see `cowalk.measure.rows.TABLE_SPANS`."""
         return self._columns.matrix
 
     @property
@@ -344,6 +348,24 @@ class Table:
             _check_column(column)
         return self._with(self._columns, _structure=self._structure, columns=columns or None)
 
+    def with_noise(self, lines: NDArray[np.float64]) -> Table:
+        """The same table with the gradient noise of each row, as `noise`.
+
+        Args:
+            lines: of shape (rows, 5), a line for each row: n, batches, batch, trace and square, as `Noise` names them.
+                What is not known of a line is NaN; where there is no noise, n is NaN.
+
+        Raises:
+            ValueError: the lines are of another shape.
+        """
+        span = TABLE_SPANS["noise"]
+        shape = len(self), span.stop - span.start
+        if np.shape(lines) != shape:
+            raise ValueError(f"the noise of this table is of shape {shape}, a line for each row, not {np.shape(lines)}")
+        matrix = self.matrix.copy()
+        matrix[:, span] = lines
+        return self._with(replace(self._columns, matrix=matrix), _structure=self._structure)
+
     # --- data ---
 
     def column(self, name: str) -> list[Any]:
@@ -373,8 +395,8 @@ class Table:
         backend = _frame_backend(backend)
         import narwhals
 
-        measured = [name for name in SECTIONS if self.measured(name).any()]
-        names = [*PLAIN_COLUMNS, *(f"{name}.{each}" for name in measured for each in columns_of(SECTIONS[name]))]
+        measured = [name for name in TABLE_SECTIONS if self.measured(name).any()]
+        names = [*PLAIN_COLUMNS, *(f"{name}.{each}" for name in measured for each in columns_of(TABLE_SECTIONS[name]))]
         data: dict[str, list[Any]] = {name: [row.value(name) for row in self.rows] for name in names}
         for name in ("path", "shape"):  # texts, for not every format that a frame is written to holds lists
             data[name] = [None if value is None else str(value) for value in data[name]]
