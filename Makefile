@@ -50,10 +50,14 @@ docs: $(VENV)/has-dev ## The examples in README.md, docs/ and the docstrings do 
 bench: $(VENV)/has-dev ## Speed beside its peers
 	$(BIN)/python -m benchmarks walk --json
 	$(BIN)/python -m benchmarks measure --json
+	$(BIN)/python -m benchmarks accumulate --json
+	$(BIN)/python -m benchmarks update --json
 
 bench-quick: $(VENV)/has-dev ## The same, short: that it runs, not how fast
 	$(BIN)/python -m benchmarks walk --quick --json
 	$(BIN)/python -m benchmarks measure --quick --json
+	$(BIN)/python -m benchmarks accumulate --quick --json
+	$(BIN)/python -m benchmarks update --quick --json
 
 # The sanitizers ------------------------------------------------------------------------------------------------------
 # A second environment holds an instrumented build; it sees the packages of the first one behind its own. The leak

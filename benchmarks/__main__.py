@@ -22,7 +22,24 @@ def _measure(quick: bool) -> Iterator[Case]:
     return measuring.cases(quick)
 
 
-GROUPS: dict[str, Callable[[bool], Iterator[Case]]] = {"walk": _walk, "measure": _measure}
+def _accumulate(quick: bool) -> Iterator[Case]:
+    from benchmarks import accumulating
+
+    return accumulating.cases(quick)
+
+
+def _update(quick: bool) -> Iterator[Case]:
+    from benchmarks import updating
+
+    return updating.cases(quick)
+
+
+GROUPS: dict[str, Callable[[bool], Iterator[Case]]] = {
+    "walk": _walk,
+    "measure": _measure,
+    "accumulate": _accumulate,
+    "update": _update,
+}
 
 
 def main() -> int:

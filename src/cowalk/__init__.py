@@ -42,7 +42,12 @@ from cowalk.tree import (
 
 if TYPE_CHECKING:
     from cowalk.gradients import (
+        Accumulator,
+        AccumulatorError,
+        Batch,
+        DatasetGradient,
         FrameworkError,
+        dataset_gradient,
         gradient,
         gradients_of,
         optimizer_state,
@@ -59,15 +64,20 @@ if TYPE_CHECKING:
         ratio,
         stats,
     )
+    from cowalk.optim import adjust, destructure, freeze, setup, thaw, update, update_
 
     __version__: str
 
 __all__ = [
     "MISSING",
+    "Accumulator",
+    "AccumulatorError",
     "Adam",
     "Alias",
+    "Batch",
     "CowalkError",
     "CycleError",
+    "DatasetGradient",
     "Difference",
     "FrameworkError",
     "KindError",
@@ -81,13 +91,17 @@ __all__ = [
     "Table",
     "TieError",
     "WriteError",
+    "adjust",
     "aliases",
     "children",
+    "dataset_gradient",
+    "destructure",
     "diff",
     "flatten",
     "fmap",
     "fmap_",
     "fmapstructure",
+    "freeze",
     "functor",
     "get",
     "gradient",
@@ -100,14 +114,30 @@ __all__ = [
     "ratio",
     "register",
     "replace",
+    "setup",
     "stats",
+    "thaw",
     "trainables",
     "unflatten",
+    "update",
+    "update_",
     "value_and_gradient",
     "walk",
 ]
 
 _LATER = {
+    "dataset_gradient": "cowalk.gradients",
+    "DatasetGradient": "cowalk.gradients",
+    "Batch": "cowalk.gradients",
+    "AccumulatorError": "cowalk.gradients",
+    "Accumulator": "cowalk.gradients",
+    "update_": "cowalk.optim",
+    "update": "cowalk.optim",
+    "thaw": "cowalk.optim",
+    "setup": "cowalk.optim",
+    "freeze": "cowalk.optim",
+    "destructure": "cowalk.optim",
+    "adjust": "cowalk.optim",
     "FrameworkError": "cowalk.gradients",
     "gradient": "cowalk.gradients",
     "gradients_of": "cowalk.gradients",
@@ -130,8 +160,8 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("cowalk")
-    if name == "jax":  # cowalk.jax, which imports JAX
-        return importlib.import_module("cowalk.jax")
+    if name in ("jax", "optim"):  # cowalk.jax, which imports JAX, and the room of the rules
+        return importlib.import_module(f"cowalk.{name}")
     if name not in _LATER:
         raise AttributeError(f"module 'cowalk' has no attribute {name!r}")
     value = getattr(importlib.import_module(_LATER[name]), name)

@@ -6,11 +6,13 @@ Adding a framework is one file with one `Framework`, and one word in `cowalk.fra
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from cowalk.tree.kinds import leaf, load_imported
 from cowalk.tree.paths import Path
+from cowalk.tree.walk import Ties
 
 
 class Differentiated(NamedTuple):
@@ -36,6 +38,8 @@ class Framework:
             `has_aux` a pair of a scalar and anything.
         stored_gradients: the gradients that the model's own arrays carry (`.grad`), or None where arrays carry none.
         optimizer_state: the state of an optimizer under the model's paths, or None where states are trees already.
+        with_history: a context in which `fmap` puts arrays that have a history into a model as they are, so that gradients go
+            through it; None where arrays have none of their own.
         hyperparameters: the settings of an optimizer for each parameter that it owns, by path; None if the object is no optimizer
             of this framework.
     """
@@ -46,6 +50,7 @@ class Framework:
     stored_gradients: Callable[[Any], Any] | None = None
     optimizer_state: Callable[[Any, Any], Any] | None = None
     hyperparameters: Callable[[Any, Any], dict[Path, Hyperparameters] | None] | None = None
+    with_history: Callable[[], AbstractContextManager[None]] | None = None
 
 
 class Hyperparameters(NamedTuple):
@@ -63,6 +68,23 @@ class ParameterState(dict[str, Any]):
 
 
 _frameworks: list[Framework] = []
+
+TiedGradients = Literal["total", "per_position"]
+"""What stands at the paths of a tied parameter in a tree of gradients: its whole gradient, or parts that are added up."""
+
+
+def joins_ties(model: Any, grads: TiedGradients | None) -> Ties:
+    """How a walk joins the gradients of a tied parameter.
+
+    Where that is not said, by whose gradients they are: those of torch, Keras and NNX are total; trees of NumPy arrays, which
+    belong to no framework, have a part for each position.
+
+    Raises:
+        ValueError: `grads` is something else.
+    """
+    if grads not in (None, "total", "per_position"):
+        raise ValueError(f"grads= is 'total' or 'per_position', not {grads!r:.60}")
+    return "share" if grads == "total" or (grads is None and framework_of(model) is not None) else "sum"
 
 
 def add_framework(framework: Framework) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch.nn import Module, Parameter
 
 from cowalk.frameworks.framework import Differentiated, Framework, Hyperparameters, ParameterState, add_framework
-from cowalk.frameworks.torch_modules import find_module
+from cowalk.frameworks.torch_modules import find_module, with_history
 from cowalk.frameworks.torch_pytree import find_registered
 from cowalk.frameworks.torch_tensors import TENSOR
 from cowalk.tree.engine import add_tracing_test
@@ -181,4 +181,6 @@ def _state_of(optimizer: Any) -> Any:
     return state
 
 
-add_framework(Framework("PyTorch", owns, differentiate, stored_gradients, optimizer_state, hyperparameters))
+add_framework(
+    Framework("PyTorch", owns, differentiate, stored_gradients, optimizer_state, hyperparameters, with_history)
+)

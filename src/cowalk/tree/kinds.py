@@ -124,7 +124,7 @@ _registered: weakref.WeakKeyDictionary[type, Kind] = weakref.WeakKeyDictionary()
 _cache: weakref.WeakKeyDictionary[type, Kind] = weakref.WeakKeyDictionary()
 _subclass_kinds: weakref.WeakKeyDictionary[type, Kind | Finder] = weakref.WeakKeyDictionary()
 _changes = [0]  # how often the cached kinds were dropped
-_loaders: dict[str, Callable[[], object]] = {}
+_loaders: list[tuple[str, Callable[[], object]]] = []
 _finders: list[Finder] = []
 _listeners: list[Callable[[], None]] = []
 
@@ -149,7 +149,7 @@ def add_finder(finder: Finder) -> None:
 
 def on_import(module: str, load: Callable[[], object]) -> None:
     """Call `load` once, when a type of unknown kind arrives while `module` is already imported."""
-    _loaders[module] = load
+    _loaders.append((module, load))
 
 
 def on_change(listener: Callable[[], None]) -> None:
@@ -167,7 +167,8 @@ def forget() -> None:
 
 def load_imported() -> None:
     """Load the file of every framework that is imported by now. One that fails is told of once, and its types stay unknown."""
-    for module, load in [(name, load) for name, load in list(_loaders.items()) if _is_imported(name)]:
+    for loader in [each for each in list(_loaders) if _is_imported(each[0])]:
+        module, load = loader
         try:
             load()  # another thread that comes here meanwhile waits in the import
         except Exception as error:  # noqa: BLE001  (an odd version of a framework must not break the walks of all others)
@@ -178,7 +179,8 @@ def load_imported() -> None:
                 stacklevel=2,
             )
         finally:
-            _loaders.pop(module, None)
+            if loader in _loaders:  # another thread may have been here
+                _loaders.remove(loader)
 
 
 def _is_imported(module: str) -> bool:
