@@ -66,6 +66,11 @@ class Hyperparameters(NamedTuple):
 class ParameterState(dict[str, Any]):
     """An optimizer's state of one parameter, by name. A walk takes it for a leaf, as the parameter is one."""
 
+    @property
+    def hyperparameters(self) -> Hyperparameters:
+        """The settings that the parameter is updated with, as far as the state knows them."""
+        return Hyperparameters()
+
 
 _frameworks: list[Framework] = []
 

@@ -11,7 +11,7 @@ from cowalk.measure.backend import AdamSettings
 from cowalk.tree import MISSING, CowalkError, Path, fmap, isleaf, walk
 
 FIRST_MOMENTS = ("exp_avg", "mu", "m", "momentum")
-SECOND_MOMENTS = ("max_exp_avg_sq", "exp_avg_sq", "nu", "v", "velocity_hat", "velocity")
+SECOND_MOMENTS = ("max_exp_avg_sq", "exp_avg_sq", "nu", "max_v", "v", "velocity_hat", "velocity")
 """What frameworks call them. AMSGrad's largest v comes first: it is the one in its steps."""
 
 BETAS, EPSILON = (0.9, 0.999), 1e-8
@@ -90,8 +90,10 @@ def adam_source(params: Any, opt_state: Any, settings: Hyperparameters) -> AdamS
         trees = tuple(tree for node in found for tree in (node.mu, second_moment(node)))
         return AdamSource(trees, lambda values: _of_states(values, found), None, settings)
     if any(True for _ in walk(opt_state, where=_is_parameter_state)):
-        states = fmap(ParameterState, opt_state, where=_is_parameter_state)
-        return AdamSource((states,), _of_state, None, settings)
+        states = fmap(_as_parameter_state, opt_state, where=_is_parameter_state)
+        found = {path: state.hyperparameters for path, (state,) in walk(states, where=ParameterState)}
+        is_known = any(own != Hyperparameters() for own in found.values())
+        return AdamSource((states,), _of_state, found if is_known else None, settings)
     # Optax's states are tuples; this one has no moments of Adam's.
     if isinstance(opt_state, tuple) and not any(callable(leaf) for _, (leaf,) in walk(opt_state)):
         return AdamSource(settings=settings)
@@ -123,10 +125,23 @@ def _is_parameter_state(node: Any) -> bool:
     return isinstance(node, dict) and any(isleaf(node[name]) for name in SECOND_MOMENTS if name in node)
 
 
+def _as_parameter_state(state: Any) -> ParameterState:
+    return state if isinstance(state, ParameterState) else ParameterState(state)
+
+
+def _entries(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What a state holds, and what the states in it do: those of the rules of a chain."""
+    entries: dict[Any, Any] = {}
+    for name, value in state.items():
+        entries |= _entries(value) if isinstance(value, Mapping) else {name: value}
+    return entries
+
+
 def _of_state(values: tuple[Any, ...]) -> AdamMoments:
     (state,) = values
     if not isinstance(state, Mapping):
         return AdamMoments()
+    state = _entries(state)
     v = next((state[name] for name in SECOND_MOMENTS if state.get(name) is not None), None)
     m = next((state[name] for name in FIRST_MOMENTS if state.get(name) is not None), None)
     step = state.get("step")

@@ -36,6 +36,10 @@ def adjust(state: T, where: Which = "*", /, **settings: Any) -> T:
     if not settings:
         raise RuleError("adjust takes the settings by name: cowalk.adjust(state, lr=1e-4)")
     if isinstance(state, Rule):
+        if where != "*":
+            raise RuleError(
+                "a pattern chooses parameters, which a rule by itself has none of: adjust the state from cowalk.setup"
+            )
         _check_known([state], settings)
         return cast("T", state.adjusted(settings))
     chosen = _chosen(state, where, "adjust")

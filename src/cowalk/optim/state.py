@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from cowalk.frameworks.framework import ParameterState
+from cowalk.frameworks.framework import Hyperparameters, ParameterState
 from cowalk.optim.arrays import copied, is_jax
 from cowalk.optim.rules.composing import NOT_TRAINED, ByPath, Chain, as_rule
 from cowalk.optim.rules.optax import Optax
@@ -52,6 +52,16 @@ class LeafState(ParameterState):
     def mark_checked(self, x: Any) -> None:
         """Remember that this very array can be written."""
         self._checked = x
+
+    @property
+    def hyperparameters(self) -> Hyperparameters:
+        """Those of the first of the rule's stages that has betas."""
+        for stage in self.rule.stages:
+            settings = stage.settings()
+            if "betas" in settings:
+                lr = settings.get("lr")
+                return Hyperparameters(None if callable(lr) else lr, settings["betas"], settings.get("epsilon"))
+        return Hyperparameters()
 
     def __repr__(self) -> str:
         kept = ", ".join(f"{name}: {_shown(value)}" for name, value in self.items())

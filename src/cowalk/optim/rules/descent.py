@@ -36,11 +36,11 @@ class Momentum(Rule):
     elementwise = True
 
     def init(self, x: Any) -> State:
-        return {"v": zeros(x)}
+        return {"momentum": zeros(x)}
 
     def apply(self, state: State, x: Any, gradient: Any) -> tuple[State, Any]:  # noqa: ARG002
-        v = self.momentum * state["v"] + self.lr * gradient
-        return {"v": v}, v
+        v = self.momentum * state["momentum"] + self.lr * gradient
+        return {"momentum": v}, v
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ class Nesterov(Rule):
     elementwise = True
 
     def init(self, x: Any) -> State:
-        return {"v": zeros(x)}
+        return {"momentum": zeros(x)}
 
     def apply(self, state: State, x: Any, gradient: Any) -> tuple[State, Any]:  # noqa: ARG002
-        v = self.momentum * state["v"] - self.lr * gradient
-        return {"v": v}, self.lr * gradient - self.momentum * v
+        v = self.momentum * state["momentum"] - self.lr * gradient
+        return {"momentum": v}, self.lr * gradient - self.momentum * v
 
 
 @dataclass(frozen=True)

@@ -109,5 +109,5 @@ class ClipNorm(Rule):
 
     def _scaled(self, gradient: Any, size: Any) -> Any:
         fs = functions(gradient)
-        factor = fs.clip(self.max_norm / size, None, 1.0)
+        factor = 1 / fs.clip(size / self.max_norm, 1.0, None)  # size may be zero
         return gradient * (factor.astype(gradient.dtype) if hasattr(factor, "astype") else factor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,8 +55,8 @@ class Muon(Rule):
             return self.fallback.apply(state, x, gradient)
         new = average(state["momentum"], gradient, self.momentum)
         ahead = average(new, gradient, self.momentum) if self.nesterov else new
-        matrix = ahead.reshape(x.shape[0], -1)
-        rows, columns = matrix.shape
+        rows, columns = x.shape[0], math.prod(x.shape[1:])
+        matrix = ahead.reshape(rows, columns)
         direction = _orthogonal(matrix, self.iterations) * max(1.0, rows / max(1, columns)) ** 0.5
         return {"momentum": new}, self.lr * (direction.reshape(x.shape) + self.weight_decay * x)
 
