@@ -136,3 +136,18 @@ def test_n06_nan_and_infinities_are_counted_and_the_rest_is_measured():
     assert (w.n, w.nan, w.posinf, w.neginf, w.nonfinite, w.zeros) == (9, 1, 1, 1, 3, 3)
     assert (w.min, w.max, w.mean) == (-2.0, 4.0, 0.5)
     assert (ok.n, ok.nonfinite, ok.zeros, ok.min, ok.max, ok.mean) == (2, 0, 0, 1.0, 3.0, 2.0)
+
+
+def test_a01_the_last_sample_alone_in_its_batch_counts_once():
+    torch = pytest.importorskip("torch")
+    x = torch.tensor([[1.0], [2.0], [3.0], [4.0], [5.0], [6.0], [7.0], [8.0], [100.0]], dtype=torch.float64)
+    w = torch.tensor([1.0], dtype=torch.float64, requires_grad=True)
+    exact = float((2 * x**2).mean())
+    total, trees = cowalk.Accumulator(), []
+    for part in x.split(4):
+        trees.append({"w": torch.autograd.grad(((part * w) ** 2).mean(), w)[0]})
+        total.add(trees[-1], weight=len(part))
+    assert float(total.mean()["w"]) == pytest.approx(exact, rel=1e-12)
+    found = cowalk.dataset_gradient(lambda m, x: ((x * m["w"]) ** 2).mean(), {"w": w}, x.split(4), progress=False)
+    assert float(found["w"]) == pytest.approx(exact, rel=1e-12)
+    assert float(sum(tree["w"] for tree in trees)) / 3 > 2 * exact  # the plain average of the batches

@@ -25,4 +25,10 @@ def _find_module(cls: type) -> Kind | None:
 
 
 add_finder(_find_module)
-add_framework(Framework("Equinox", lambda model: isinstance(model, eqx.Module) and jax.owns(model), jax.differentiate))
+
+
+def _owns(model: Any) -> bool:
+    return isinstance(model, eqx.Module) and jax.owns(model)
+
+
+add_framework(Framework("Equinox", _owns, jax.differentiate, is_pure_jax=True))

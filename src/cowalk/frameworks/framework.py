@@ -5,8 +5,9 @@ Adding a framework is one file with one `Framework`, and one word in `cowalk.fra
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -40,6 +41,7 @@ class Framework:
         optimizer_state: the state of an optimizer under the model's paths, or None where states are trees already.
         with_history: a context in which `fmap` puts arrays that have a history into a model as they are, so that gradients go
             through it; None where arrays have none of their own.
+        is_pure_jax: whether a loss and its gradient can be compiled together, with the model's arrays as arguments.
         hyperparameters: the settings of an optimizer for each parameter that it owns, by path; None if the object is no optimizer
             of this framework.
     """
@@ -51,6 +53,7 @@ class Framework:
     optimizer_state: Callable[[Any, Any], Any] | None = None
     hyperparameters: Callable[[Any, Any], dict[Path, Hyperparameters] | None] | None = None
     with_history: Callable[[], AbstractContextManager[None]] | None = None
+    is_pure_jax: bool = False
 
 
 class Hyperparameters(NamedTuple):
@@ -73,6 +76,23 @@ class ParameterState(dict[str, Any]):
 
 
 _frameworks: list[Framework] = []
+_keeps_history = ContextVar("keeps_history", default=False)
+
+
+@contextmanager
+def with_history() -> Generator[None]:
+    """Within it, tensors with a history that take the place of parameters keep it: they are put there as they are."""
+    token = _keeps_history.set(True)
+    try:
+        yield
+    finally:
+        _keeps_history.reset(token)
+
+
+def keeps_history(tensor: Any) -> bool:
+    """Whether a torch tensor that takes the place of a parameter is put there as it is."""
+    return tensor.grad_fn is not None and _keeps_history.get()
+
 
 TiedGradients = Literal["total", "per_position"]
 """What stands at the paths of a tied parameter in a tree of gradients: its whole gradient, or parts that are added up."""

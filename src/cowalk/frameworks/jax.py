@@ -267,4 +267,4 @@ def _named(paths: Sequence[Path]) -> str:
     return f"{names} {'was' if len(paths) == 1 else 'were'}"
 
 
-add_framework(Framework("JAX", owns, differentiate))
+add_framework(Framework("JAX", owns, differentiate, is_pure_jax=True))

@@ -23,7 +23,14 @@ from typing import Any
 import keras
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 
-from cowalk.frameworks.framework import Differentiated, Framework, Hyperparameters, ParameterState, add_framework
+from cowalk.frameworks.framework import (
+    Differentiated,
+    Framework,
+    Hyperparameters,
+    ParameterState,
+    add_framework,
+    with_history,
+)
 from cowalk.frameworks.keras_rewiring import Rewiring, own_variables
 from cowalk.frameworks.keras_variables import BACKEND, VARIABLE, Variable
 from cowalk.tree.errors import CowalkError
@@ -253,5 +260,6 @@ add_framework(
         backend.stored_gradients if BACKEND == "torch" else None,
         optimizer_state,
         hyperparameters,
+        with_history if BACKEND == "torch" else None,
     )
 )

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from cowalk.frameworks.framework import keeps_history
 from cowalk.tree.kinds import Box, Leaf, kind_of
 from cowalk.tree.records import blank, copy_state
 
@@ -55,6 +56,8 @@ def _as_parameter(variable: Any, content: Any) -> Any:
     if not isinstance(content, torch.Tensor):
         return content
     if torch._C._functorch.is_functorch_wrapped_tensor(content):  # noqa: SLF001  (its gradient is still wanted)
+        return content
+    if keeps_history(content):
         return content
     inexact = content.is_floating_point() or content.is_complex()
     return torch.nn.Parameter(content.detach(), requires_grad=bool(variable.trainable) and inexact)

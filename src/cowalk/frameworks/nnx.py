@@ -266,4 +266,4 @@ def _differentiate(
     return found._replace(aux=aux)
 
 
-add_framework(Framework("Flax NNX", owns, _differentiate))
+add_framework(Framework("Flax NNX", owns, _differentiate, is_pure_jax=True))

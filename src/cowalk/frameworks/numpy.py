@@ -33,6 +33,8 @@ def writable(array: Array) -> str | None:
 
 def overlap(shape: tuple[int, ...], strides: tuple[int, ...]) -> str | None:
     """Why an array whose elements may share memory cells cannot be written: two of its indices may mean one cell."""
+    if 0 in shape:
+        return None
     reach = 0
     for stride, size in sorted((abs(stride), size) for stride, size in zip(strides, shape, strict=True) if size > 1):
         if stride <= reach:

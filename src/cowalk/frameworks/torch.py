@@ -12,8 +12,15 @@ from typing import Any
 import torch
 from torch.nn import Module, Parameter
 
-from cowalk.frameworks.framework import Differentiated, Framework, Hyperparameters, ParameterState, add_framework
-from cowalk.frameworks.torch_modules import find_module, with_history
+from cowalk.frameworks.framework import (
+    Differentiated,
+    Framework,
+    Hyperparameters,
+    ParameterState,
+    add_framework,
+    with_history,
+)
+from cowalk.frameworks.torch_modules import find_module
 from cowalk.frameworks.torch_pytree import find_registered
 from cowalk.frameworks.torch_tensors import TENSOR
 from cowalk.tree.engine import add_tracing_test

@@ -6,9 +6,7 @@ Where a Parameter stood, a Parameter stands: a tensor that f returns for it is d
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,6 +15,7 @@ import torch
 from torch.nn import Buffer, Module, Parameter
 from torch.nn.parameter import UninitializedTensorMixin  # pyright: ignore[reportAttributeAccessIssue]
 
+from cowalk.frameworks.framework import keeps_history
 from cowalk.frameworks.torch_rewiring import GROUPS, Rewiring
 from cowalk.frameworks.torch_tensors import is_numeric, is_wrapped
 from cowalk.tree.errors import KindError
@@ -81,24 +80,11 @@ def _finish_modules(pairs: Sequence[tuple[Module, Module]], renewed: Mapping[int
     Rewiring({**renewed, **parts}).mend(pairs, [new for value, new in made.values() if new is not value])
 
 
-_keeps_history = ContextVar("keeps_history", default=False)
-
-
-@contextmanager
-def with_history() -> Generator[None]:
-    """Within it, a tensor with a history that takes the place of a parameter keeps it: it is put there as it is."""
-    token = _keeps_history.set(True)
-    try:
-        yield
-    finally:
-        _keeps_history.reset(token)
-
-
 def _as_member(before: Any, value: Any) -> Any:
     """A value as the kind of member that it takes the place of: a parameter, a buffer, or just what it is."""
     if not isinstance(value, torch.Tensor) or is_wrapped(value):  # inside of torch.func its gradient is still wanted
         return value
-    if value.grad_fn is not None and _keeps_history.get():
+    if keeps_history(value):
         return value
     if isinstance(before, Parameter) and not isinstance(value, Parameter):
         cls: Any = type(before)  # a tensor of another class may be marked as a parameter

@@ -118,14 +118,17 @@ class Accumulator:
         """Count a batch that has no weight."""
         self.batches += 1
 
-    def absorb(self, parts: Mapping[Path, tuple[Any, Any, float]], weight: float, loss: float | None) -> None:
-        """Take sums into which a batch has been added elsewhere: for each path the new total, what it lost, and the norm of
-        the batch's mean gradient.
+    def absorb(
+        self, new: Mapping[Path, tuple[Any, Any]], norms: Mapping[Path, float], weight: float, loss: float | None
+    ) -> None:
+        """Take the sums (total and what it lost) to which a batch has been added elsewhere, with the norms of its mean gradients.
+
+        All sums are new, also those of parameters without a gradient in this batch.
         """
-        for path, (total, lost, _) in parts.items():
+        for path, (total, lost) in new.items():
             known = self._sums.setdefault(path, Sum(total, lost, is_jax=True))
             known.total, known.lost = total, lost
-        self._count([self._sums[path] for path in parts], [norm for *_, norm in parts.values()], weight, loss)
+        self._count([self._sums[path] for path in norms], list(norms.values()), weight, loss)
 
     def sums(self) -> Mapping[Path, Sum]:
         """The sums as they are, by path."""
@@ -137,13 +140,15 @@ class Accumulator:
 
     def _places(self, gradients: Any) -> tuple[list[Sum], list[Any]]:
         """The gradients, and a sum for each of them."""
+        expected: Mapping[Path, tuple[int, ...]] = {}
         if self._model is None:
             walked = (
                 (path, leaf) for path, (leaf,) in walk(gradients, ties="each")
             )  # two parameters may have one gradient
         else:
-            pairs = walk(self._model, gradients, where=istrainable, missing="pass", ties=self._ties)
+            pairs = list(walk(self._model, gradients, where=istrainable, missing="pass", ties=self._ties))
             walked = ((path, leaf) for path, (_, leaf) in pairs if leaf is not MISSING)
+            expected = {path: tuple(x.shape) for path, (x, _) in pairs}
         places: dict[Path, Any] = {}
         unusual: list[Path] = []
         for path, gradient in walked:
@@ -155,19 +160,21 @@ class Accumulator:
                 unusual.append(path)
             places[path] = gradient
         if unusual:
-            self._make_room(gradients, {path: places[path] for path in unusual})
+            self._make_room(gradients, {path: places[path] for path in unusual}, expected)
         return [self._sums[path] for path in places], list(places.values())
 
-    def _make_room(self, gradients: Any, unusual: Mapping[Path, Any]) -> None:
+    def _make_room(self, gradients: Any, unusual: Mapping[Path, Any], expected: Mapping[Path, tuple[int, ...]]) -> None:
         """Sums for gradients that there are none for yet, or that those that there are do not take."""
         known = {path: each for path in unusual if (each := self._sums.get(path)) is not None}
-        misfits = [path for path, each in known.items() if tuple(unusual[path].shape) != tuple(each.total.shape)]
+        shapes = {path: tuple(each.total.shape) for path, each in known.items()} | dict(expected)
+        misfits = [
+            path for path in unusual if shapes.get(path, tuple(unusual[path].shape)) != tuple(unusual[path].shape)
+        ]
         if misfits:
             path, more = misfits[0], f" (and {len(misfits) - 1} more)" if len(misfits) > 1 else ""
+            whose = "the parameter has" if expected else "those before have"
             raise ShapeError(
-                f"{path}: the gradient has shape {tuple(unusual[path].shape)}, and those before have "
-                f"{tuple(known[path].total.shape)}{more}",
-                path,
+                f"{path}: the gradient has shape {tuple(unusual[path].shape)}, and {whose} {shapes[path]}{more}", path
             )
         if self._model is None and len(known) < len(unusual):
             self._shape = joined(self._shape, shape_of(gradients, _is_gradient))
@@ -205,17 +212,7 @@ class Accumulator:
                 shapes = tuple(mine.total.shape), tuple(theirs.total.shape)
                 raise ShapeError(f"{path}: the gradients have shapes {shapes[0]} and {shapes[1]}", path)
         for path, theirs in other._sums.items():
-            mine = self._sums.get(path)
-            if mine is None:
-                mine = sums.new_sum(theirs.total)
-            elif not sums.fits(mine, theirs.total):
-                mine = sums.converted(mine, theirs.total)
-            self._sums[path] = mine
-            sums.add([mine], [theirs.total], 1.0)
-            if theirs.lost is not None:
-                sums.add([mine], [theirs.lost], 1.0)
-            mine.count += theirs.count
-            mine.square += theirs.square
+            self._sums[path] = sums.merged(self._sums.get(path), theirs)
         moved = (replace(batch, index=batch.index + self.batches) for batch in other.worst)
         self.worst = tuple(sorted((*self.worst, *moved), key=_by_worst)[: self._most_worst])
         self.batches += other.batches

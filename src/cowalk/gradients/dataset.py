@@ -11,11 +11,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
 
-import numpy as np
-
 from cowalk.frameworks.framework import framework_of
 from cowalk.gradients.accumulator import Accumulator, AccumulatorError, Batch, Reduction, checked_weight
-from cowalk.gradients.differentiate import value_and_gradient
+from cowalk.gradients.differentiate import FrameworkError, value_and_gradient
 from cowalk.gradients.weights import Weight, weigher
 from cowalk.measure import Table
 from cowalk.tree import Box, Path, children, is_missing
@@ -183,12 +181,19 @@ def _preparer(
     """A function from a batch and its weight to what adds it. The long work may be in either."""
     if gradient is None and loss is None:
         raise ValueError("dataset_gradient needs a loss, or gradient=, a function that gives the gradients")
-    if gradient is None and compiled:
+    if gradient is None:
+        if not callable(loss):
+            raise TypeError("the loss comes first: dataset_gradient(loss, model, batches)")
         framework = framework_of(model)
-        if framework is not None and framework.name in ("JAX", "Flax NNX"):
+        if framework is None:
+            raise FrameworkError(
+                f"no framework differentiates a {type(model).__name__} like this: give the gradients by gradient=, a function "
+                "gradient(model, *batch), or a model of torch, JAX or Keras"
+            )
+        if compiled and framework.is_pure_jax:
             from cowalk.gradients.jax_dataset import CompiledStep
 
-            return CompiledStep(cast("Callable[..., Any]", loss), model, loss_reduction).prepare
+            return CompiledStep(loss, model, loss_reduction).prepare
 
     def prepare(batch: Any, weight: float) -> Prepared:
         arguments = _arguments(batch)
@@ -209,9 +214,10 @@ def _preparer(
 
 def _of_users(found: Any) -> tuple[Any, Any]:
     """A value, if there is one, and gradients, from what a user's own function gave."""
-    if isinstance(found, tuple) and len(found) == 2 and not hasattr(found, "_fields") and np.ndim(found[0]) == 0:
+    if type(found) is tuple and len(found) == 2:
         value, gradients = found
-        if not is_missing(gradients) and children(gradients):
+        is_number = isinstance(value, int | float) or getattr(value, "shape", None) == ()
+        if is_number and not is_missing(gradients) and children(gradients):
             return value, gradients
     return None, found
 

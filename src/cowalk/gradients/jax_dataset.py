@@ -47,11 +47,15 @@ class CompiledStep:
             known = {str(path): (each.total, each.lost) for path, each in total.sums().items()}
             self._paths.update({str(path): path for path in total.sums()})
             value, new, sizes = self._run(known, self._arrays, (arrays, jnp.asarray(factor)), structure, static)
-            names = list(sizes)
-            value, norms = float(value), [float(size) for size in jax.device_get(list(sizes.values()))]
-            norms = mean_norms(norms, weight, self._loss_reduction)
+            in_order = [(name, path) for name, path in self._paths.items() if name in new]  # JAX sorts them
+            value, sizes = float(value), jax.device_get(sizes)
+            paths = [path for name, path in in_order if name in sizes]
+            norms = [float(sizes[name]) for name, _ in in_order if name in sizes]
             total.absorb(
-                {self._paths[name]: (*new[name], norm) for name, norm in zip(names, norms, strict=True)}, weight, value
+                {path: new[name] for name, path in in_order},
+                dict(zip(paths, mean_norms(norms, weight, self._loss_reduction), strict=True)),
+                weight,
+                value,
             )
             return value
 

@@ -206,6 +206,38 @@ def _add_in_jax(into: Sequence[Sum], gradients: Sequence[Any], factor: float) ->
 _ADD = {"memory": _add_in_memory, "torch device": _add_on_device, "jax": _add_in_jax}
 
 
+def merged(mine: Sum | None, theirs: Sum) -> Sum:
+    """One sum with what another has; the other stays as it is."""
+    if mine is None:
+        mine = new_sum(theirs.total)
+        mine.is_jax = theirs.is_jax
+    there = _where(theirs.total, mine.total)
+    if np.result_type(wide_name(mine.total), wide_name(there)) != np.dtype(wide_name(mine.total)):
+        is_jax_s = mine.is_jax
+        wide = converted(mine, there)
+        wide.is_jax = mine.is_jax
+        mine = wide
+    for part in (there, None if theirs.lost is None else _where(theirs.lost, mine.total)):
+        if part is not None:
+            _ADD[_home(mine.total)]([mine], [part], 1.0)
+    mine.count += theirs.count
+    mine.square += theirs.square
+    return mine
+
+
+def _where(array: Any, lead: Any) -> Any:
+    """An array as one of the lead's framework, on its device."""
+    if is_tensor(lead):
+        torch = sys.modules["torch"]
+        return (array if is_tensor(array) else torch.from_numpy(np.array(array))).to(lead.device)
+    values = array.detach().cpu().numpy() if is_tensor(array) else array
+    if is_jax(lead):
+        import jax
+
+        return jax.device_put(values, lead.sharding)
+    return np.asarray(values)
+
+
 def result(of: Sum, factor: float, *, in_place: bool) -> Any:
     """A sum times a factor, as an array like the gradients: in the sum's own memory, which it gives up, or in new."""
     total = of.total

@@ -69,10 +69,10 @@ def count_tokens(batch: Any) -> int:
         targets = next((batch[name] for name in TARGETS if name in batch), None)
     elif isinstance(batch, tuple | list) and len(batch) > 1:
         targets = batch[-1]
-    if not hasattr(targets, "shape"):
+    if not hasattr(targets, "shape") or "float" in str(targets.dtype):
         raise AccumulatorError(
-            "weight='tokens' counts the last array of a tuple, or a mapping's 'labels'; this batch has none: give a function "
-            "of the batch instead, such as lambda batch: batch['mask'].sum()"
+            "weight='tokens' counts the last array of a tuple, or a mapping's 'labels'; this batch has none that are whole "
+            "numbers: give a function of the batch instead, such as lambda batch: batch['mask'].sum()"
         )
     return int((targets != IGNORED).sum())
 

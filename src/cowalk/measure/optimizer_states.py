@@ -145,6 +145,8 @@ def _of_state(values: tuple[Any, ...]) -> AdamMoments:
     v = next((state[name] for name in SECOND_MOMENTS if state.get(name) is not None), None)
     m = next((state[name] for name in FIRST_MOMENTS if state.get(name) is not None), None)
     step = state.get("step")
+    if step is not None and _step(step) == 0:  # before the first step the moments say nothing
+        return AdamMoments()
     return AdamMoments(m, v, None if step is None else _step(step))
 
 

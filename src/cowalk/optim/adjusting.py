@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
 from cowalk.optim.rules.rule import Rule, RuleError, nearest_setting
@@ -11,15 +11,15 @@ from cowalk.tree import Path
 from cowalk.tree.paths import brief, compile_pattern
 
 T = TypeVar("T", OptimizerState, Rule)
-Which = str | Callable[[Path], bool]
+Which = str | Iterable[str] | Callable[[Path], bool]
 
 
-def adjust(state: T, where: Which = "*", /, **settings: Any) -> T:
+def adjust(state: T, where: Which = "*", **settings: Any) -> T:
     """The state with other settings of its rules; what the rules keep stays the same arrays.
 
     Args:
         state: a state, or a rule by itself.
-        where: which parameters, by a pattern of paths (`*` for any characters, `?` for one) or a function of the path.
+        where: which parameters, by a pattern of paths (`*` for any characters, `?` for one), several, or a function of the path.
         settings: the new values, such as `lr=1e-4`. In a chain every rule takes those that it has.
 
     Raises:
@@ -80,14 +80,17 @@ def _chosen(state: Any, where: Which, what: str) -> dict[Path, LeafState]:
     if not isinstance(state, OptimizerState):
         raise RuleError(f"{what} takes a state from cowalk.setup, not a {type(state).__name__}")
     leaves = dict(state.all_leaves())
-    if isinstance(where, str):
-        pattern = compile_pattern(where)
-        chosen = {path: leaf for path, leaf in leaves.items() if pattern.fullmatch(str(path))}
-    else:
+    if callable(where):
         chosen = {path: leaf for path, leaf in leaves.items() if where(path)}
+    else:
+        patterns = [compile_pattern(each) for each in ([where] if isinstance(where, str) else where)]
+        chosen = {path: leaf for path, leaf in leaves.items() if any(each.fullmatch(str(path)) for each in patterns)}
     if leaves and not chosen:
         first = brief(next(iter(leaves)))
-        raise RuleError(f"{what}: {where!r} matches none of the {len(leaves)} parameters; the first is {first!r}")
+        raise RuleError(
+            f"{what}: {where!r} matches none of the {len(leaves)} parameters; the first is {first!r}. A tied parameter goes by "
+            f"its first path, and all of a layer by a pattern such as 'encoder.*'"
+        )
     return chosen
 
 

@@ -114,8 +114,8 @@ def groups_of(rules: Iterable[Rule], works: Iterable[Work], step: Any) -> list[G
     return list(groups.values())
 
 
-ApplyTree = Callable[[Rule, dict[str, Any]], Mapping[str, Any]]
-"""Applies a rule over the tree to gradients by path; whoever gives it keeps that rule's state."""
+ApplyTree = Callable[[Rule, dict[str, Work]], Mapping[str, Any]]
+"""Applies a rule over the tree to the gradients of works by path; whoever gives it keeps that rule's state."""
 Run = Callable[[Group, Segment], None]
 
 
@@ -131,7 +131,7 @@ def apply(groups: Sequence[Group], apply_tree: ApplyTree, run: Run) -> None:
         rule = _first_complete(waiting)
         members = [group for group in waiting if group.tree_rule == rule]
         works = {str(work.path): work for group in members for work in group.works if work.is_ready is not False}
-        for path, gradient in (apply_tree(rule, {path: work.gradient for path, work in works.items()})).items():
+        for path, gradient in (apply_tree(rule, works) if works else {}).items():
             works[path].gradient = gradient
         for group in members:
             group.segments.pop(0)

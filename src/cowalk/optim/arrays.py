@@ -30,6 +30,12 @@ def is_tensor(x: Any) -> bool:
     return torch is not None and isinstance(x, torch.Tensor)
 
 
+def is_parameter(x: Any) -> bool:
+    """Whether an array is a Parameter of torch's."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.nn.Parameter)
+
+
 def is_jax(x: Any) -> bool:
     """Whether an array is JAX's, or a tracer of its."""
     jax = sys.modules.get("jax")
@@ -145,7 +151,8 @@ def as_like(gradient: Any, x: Any) -> Any:
     if is_tensor(x):
         torch = sys.modules["torch"]
         if not is_tensor(gradient):
-            return torch.as_tensor(np.asarray(gradient), device=x.device)
+            values = np.asarray(gradient)  # of JAX it is read-only, which torch does not know
+            return torch.as_tensor(values if values.flags.writeable else values.copy(), device=x.device)
         gradient = gradient.detach()
         return gradient if gradient.layout is torch.strided else gradient.to_dense()
     if is_jax(x):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +64,8 @@ def _nothing_to_rebuild(model: Any, vector: Any) -> Any:
 
 
 def _rebuilt(model: Any, shapes: list[tuple[Path, tuple[int, ...], Any]], vector: Any) -> Any:
+    if hasattr(shapes[0][2], "is_complex") and not is_tensor(vector):
+        vector = sys.modules["torch"].as_tensor(np.array(vector))
     total = sum(math.prod(shape) for _, shape, _ in shapes)
     if tuple(np.shape(vector)) != (total,):
         raise DestructureError(

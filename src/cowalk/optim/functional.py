@@ -58,12 +58,18 @@ def _update(static: Static, arrays: Arrays) -> tuple[list[Any], list[Any], list[
     xs = dict(arrays.others) | dict(zip(static.paths, arrays.xs, strict=True))
     shared = list(arrays.shared)
 
-    def apply_tree(rule: Rule, gradients: dict[str, Any]) -> Mapping[str, Any]:
+    def apply_tree(rule: Rule, works: dict[str, Work]) -> Mapping[str, Any]:
         over: Any = rule
+        gradients = {path: _if_ready(work.is_ready, work.gradient) for path, work in works.items()}
         if rule not in static.shared:
             return over.apply_tree(None, xs, gradients)[1]
         i = static.shared.index(rule)
-        shared[i], steps = over.apply_tree(shared[i], {path: xs[path] for path in static.members[i]}, gradients)
+        before = shared[i]
+        shared[i], steps = over.apply_tree(before, {path: xs[path] for path in static.members[i]}, gradients)
+        waits = [work.is_ready for work in works.values() if work.is_ready is not True]
+        if len(waits) == len(works):  # all of them may have to wait, and then so does the rule's state
+            is_ready = functools.reduce(jnp.logical_or, waits)
+            shared[i] = jax.tree.map(functools.partial(jnp.where, is_ready), shared[i], before)
         return steps
 
     apply(groups_of(static.rules, works, arrays.step), apply_tree, _run)
@@ -73,6 +79,11 @@ def _update(static: Static, arrays: Arrays) -> tuple[list[Any], list[Any], list[
 _compiled: Callable[[Static, Arrays], tuple[list[Any], list[Any], list[Any]]] = functools.partial(
     jax.jit, static_argnums=0
 )(_update)
+
+
+def _if_ready(is_ready: Any, gradient: Any) -> Any:
+    """A gradient, or zeros for one that waits: inside of a trace it cannot be left out."""
+    return gradient if is_ready is True else jnp.where(is_ready, gradient, jnp.zeros_like(gradient))
 
 
 def _copy(kept: Any) -> Any:
@@ -88,7 +99,7 @@ def _run(group: Group, segment: Segment) -> None:
 def _run_one(group: Group, work: Work, segment: Segment, now: Sequence[Rule]) -> None:
     x = group.subject(work)
     for rule, state in zip(now, group.states(work, segment), strict=True):
-        new, step = rule.apply(dict(state), x, cast(work.gradient, x.dtype))
+        new, step = rule.checked(rule.apply(dict(state), x, cast(work.gradient, x.dtype)), x)
         for name, value in new.items():
             before = state[name]
             if (

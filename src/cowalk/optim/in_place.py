@@ -134,7 +134,8 @@ def _run_block(
     for i, stage in enumerate(now):
         names = [name for name, value in block[0].parts.states[i].items() if hasattr(value, "shape")]
         places = {name: [piece.of(piece.parts.states[i][name]) for piece in block] for name in names}
-        new, step = stage.apply({**{name: _joined(each) for name, each in places.items()}, **counts[i]}, x, step)
+        state = {**{name: _joined(each) for name, each in places.items()}, **counts[i]}
+        new, step = stage.checked(stage.apply(state, x, step), x)
         for name, each in places.items():
             _write(each, new[name])
         after.append({name: value for name, value in new.items() if name not in places})

@@ -8,12 +8,12 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from cowalk.frameworks.framework import Hyperparameters, ParameterState
 from cowalk.optim.arrays import copied, is_jax
-from cowalk.optim.rules.composing import NOT_TRAINED, ByPath, Chain, as_rule
+from cowalk.optim.rules.composing import ByPath, Chain, as_rule
 from cowalk.optim.rules.optax import Optax
 from cowalk.optim.rules.rule import Rule, RuleError
 from cowalk.tree import Box, CowalkError, Path, fmapstructure, get, istrainable, leaf, walk
@@ -29,20 +29,27 @@ class LeafState(ParameterState):
     Attributes:
         rule: the rule of this parameter.
         frozen: whether updates pass it by.
+        shape: of the parameter.
     """
 
-    __slots__ = ("_checked", "frozen", "rule")
+    __slots__ = ("_checked", "frozen", "rule", "shape")
 
-    def __init__(self, rule: Rule, kept: Mapping[Any, Any], frozen: bool = False) -> None:
+    def __init__(
+        self, rule: Rule, kept: Mapping[Any, Any], frozen: bool = False, shape: tuple[int, ...] | None = None
+    ) -> None:
         super().__init__(kept)
         self.rule = rule
         self.frozen = frozen
+        self.shape = shape
         self._checked: Any = None
 
     def like(self, kept: Mapping[Any, Any] | None = None, **changes: Any) -> LeafState:
         """Another one, with the same arrays or with others."""
         return LeafState(
-            changes.get("rule", self.rule), dict(self if kept is None else kept), changes.get("frozen", self.frozen)
+            changes.get("rule", self.rule),
+            dict(self if kept is None else kept),
+            changes.get("frozen", self.frozen),
+            self.shape,
         )
 
     def checked_for(self, x: Any) -> bool:
@@ -68,7 +75,7 @@ class LeafState(ParameterState):
         return f"LeafState({self.rule!r}{', frozen' if self.frozen else ''}{', ' * bool(kept)}{kept})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LeafState, (self.rule, dict(self), self.frozen)
+        return LeafState, (self.rule, dict(self), self.frozen, self.shape)
 
 
 def _shown(value: Any) -> str:
@@ -102,7 +109,12 @@ class OptimizerState:
     def __repr__(self) -> str:
         rules = dict.fromkeys(repr(leaf.rule) for _, leaf in self.all_leaves())
         shown = ", ".join(list(rules)[:3]) + (f", … {len(rules) - 3} more" if len(rules) > 3 else "")
-        return f"OptimizerState({sum(1 for _ in self.all_leaves())} parameters, after step {self.step}: {shown or 'nothing'})"
+        return f"OptimizerState({self.count} parameters, after step {self.step}: {shown or 'nothing'})"
+
+    @cached_property
+    def count(self) -> int:
+        """How many parameters have a state."""
+        return sum(1 for _ in self.all_leaves())
 
     def all_leaves(self) -> Iterator[tuple[Path, LeafState]]:
         """The path and state of every parameter."""
@@ -163,20 +175,32 @@ def setup(rule: Any, model: Any) -> OptimizerState:
             "cowalk.functor",
             stacklevel=2,
         )
-    unused = [pattern for each in _by_path(chosen) for pattern in each.unused(names)] if found else []
-    if unused:
-        raise RuleError(
-            f"the pattern {unused[0]!r} matches none of the {len(names)} parameters; the first is {names[0]!r}"
-            f"{'' if len(names) == 1 else f', the last {names[-1]!r}'}"
-        )
+    for each in _by_path(chosen):
+        each.check_used(names)
     states: dict[Path, LeafState] = {}
     with without_history():
         for (path, x), name in zip(found.items(), names, strict=True):
             own = chosen.at_path(name)
-            if own is not NOT_TRAINED:
-                states[path] = LeafState(own, own.init(x))
+            kept: Any = own.init(x)
+            if not isinstance(kept, dict):
+                raise RuleError(
+                    f"{type(own).__name__}.init returns a dict of what it keeps, not a {type(kept).__name__}"
+                )
+            states[path] = LeafState(own, _counted_by_jax(kept) if is_jax(x) else kept, shape=tuple(x.shape))
     leaves = fmapstructure(lambda path, _: states.get(path), model, ties="each", with_path=True)
-    return OptimizerState(leaves, 0, _shared(states, found))
+    step = 0 if not any(map(is_jax, found.values())) else _counted_by_jax(0)
+    return OptimizerState(leaves, step, _shared(states, found))
+
+
+def _counted_by_jax(kept: Any) -> Any:
+    """What a rule keeps, with counts as arrays: `jax.jit` must not take them for constants, and compile for each anew."""
+    if isinstance(kept, Mapping):
+        return {name: _counted_by_jax(value) for name, value in kept.items()}
+    if not isinstance(kept, int):
+        return kept
+    import jax.numpy as jnp
+
+    return jnp.asarray(kept, jnp.int32)
 
 
 def _shared(states: Mapping[Path, LeafState], xs: Mapping[Path, Any]) -> dict[Rule, Any]:

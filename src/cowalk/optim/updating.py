@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from cowalk.frameworks.framework import TiedGradients, joins_ties
 from cowalk.optim import in_place
 from cowalk.optim.applying import Work, apply, groups_of
-from cowalk.optim.arrays import as_like, copied, is_jax
+from cowalk.optim.arrays import as_like, copied, is_jax, is_parameter, is_tensor
+from cowalk.optim.rules.composing import NotTrained
 from cowalk.optim.rules.rule import Rule
 from cowalk.optim.state import LeafState, OptimizerState, without_history
-from cowalk.tree import MISSING, CowalkError, Path, aliases, fmap, fmap_, istrainable, kind_of, walk
+from cowalk.tree import (
+    MISSING,
+    CowalkError,
+    Path,
+    StructureError,
+    aliases,
+    diff,
+    fmap,
+    fmap_,
+    istrainable,
+    kind_of,
+    walk,
+)
 from cowalk.tree.inplace import WriteError
 from cowalk.tree.kinds import Leaf
 
@@ -108,7 +122,13 @@ def update_(
     found = _collected(state, model, gradients, grads, strict)
     if _is_functional(found):
         new_state, new = _updated(state, found)
-        fmap_(lambda path, x: new.get(path, x), model, where=istrainable, with_path=True)
+        try:
+            fmap_(lambda path, x: new.get(path, x), model, where=istrainable, with_path=True)
+        except WriteError as error:
+            error.add_note(
+                "JAX arrays cannot change, nor can what holds these: state, model = cowalk.update(state, model, …)"
+            )
+            raise
         fresh = dict(new_state.all_leaves())
         for path, leaf in state.all_leaves():
             leaf.update(fresh[path])
@@ -128,9 +148,9 @@ Found = list[tuple[Path, Any, Any, LeafState]]
 """Path, parameter, gradient (None: missing, or frozen), and what is kept."""
 
 
-def _over_arrays(rule: Rule, gradients: dict[str, Any]) -> Mapping[str, Any]:
+def _over_arrays(rule: Rule, works: dict[str, Work]) -> Mapping[str, Any]:
     over: Any = rule
-    return over.apply_tree(None, {}, gradients)[1]
+    return over.apply_tree(None, {}, {path: work.gradient for path, work in works.items()})[1]
 
 
 def _check(state: Any, model: Any, gradients: Any) -> None:
@@ -154,24 +174,58 @@ def _is_functional(found: Found) -> bool:
     return any(is_jax(x) for _, x, _, _ in found)
 
 
+_OTHER_MODEL = "This is about the state, which is of another model: cowalk.setup(rule, model) makes one for this."
+
+
 def _collected(state: OptimizerState, model: Any, gradients: Any, grads: TiedGradients | None, strict: bool) -> Found:
     """The trained parameters with their gradients and states."""
     trees = model, gradients, state
     found: Found = []
     misfits: list[tuple[Path, str]] = []
-    walked = walk(*trees, where=istrainable, missing="pass", strict=strict, ties=joins_ties(model, grads))
+    try:
+        walked = walk(*trees, where=istrainable, missing="pass", strict=strict, ties=joins_ties(model, grads))
+    except StructureError as error:
+        of_state = [difference for difference in error.differences if difference.tree == 2]
+        raise StructureError(of_state, _OTHER_MODEL) if of_state else error from None
     for path, (x, gradient, leaf) in walked:
         if leaf is MISSING:
+            if gradient is not MISSING:
+                raise UpdateError(
+                    f"{path} has a gradient, and the state nothing of it: it was not trained, or not there, when the state was "
+                    "made. Call cowalk.setup(rule, model) again",
+                    (path,),
+                )
             continue
         if not isinstance(leaf, LeafState):
             raise UpdateError(f"{path}: the state has a {type(leaf).__name__} here; it is not of this model", (path,))
-        if gradient is MISSING or leaf.frozen:
+        if gradient is MISSING or leaf.frozen or isinstance(leaf.rule, NotTrained):
             found.append((path, x, None, leaf))
             continue
+        if is_parameter(gradient):
+            raise UpdateError(
+                f"{path}: what stands for a gradient is a Parameter. update takes the model before its gradients: "
+                "cowalk.update(state, model, gradients)",
+                (path,),
+            )
+        if leaf.shape is not None and leaf.shape != tuple(x.shape):
+            raise UpdateError(
+                f"{path}: the state was made for a parameter of shape {leaf.shape}, and this one has {tuple(x.shape)}: it is of "
+                "another model. cowalk.setup(rule, model) makes one for this",
+                (path,),
+            )
         gradient = as_like(gradient, x)
         if tuple(gradient.shape) != tuple(x.shape):
             misfits.append((path, f"the gradient has shape {tuple(gradient.shape)}, the parameter {tuple(x.shape)}"))
         found.append((path, x, gradient, leaf))
+    if len(found) < state.count or not strict:  # a state is never missing a part by accident
+        differences = diff(model, state, where=istrainable) if len(found) == state.count else diff(model, state)
+        if differences:
+            raise StructureError(differences, _OTHER_MODEL)
+    if found and not any(gradient is not None or leaf.frozen for _, _, gradient, leaf in found):
+        warnings.warn(
+            "cowalk.update: there is no gradient at all, so nothing is updated. Was backward() called, and no zero_grad() since?",
+            stacklevel=3,
+        )
     if misfits:
         shown = "".join(f"\n  {path}: {text}" for path, text in misfits[:6])
         more = f"\n  … and {len(misfits) - 6} more (all in .paths)" if len(misfits) > 6 else ""
@@ -183,25 +237,29 @@ def _collected(state: OptimizerState, model: Any, gradients: Any, grads: TiedGra
 
 
 def _check_writable(found: Found, model: Any) -> None:
-    """Refuse arrays that cannot be written, once for each array."""
-    new = [(path, x, leaf) for path, x, gradient, leaf in found if gradient is not None and not leaf.checked_for(x)]
-    if not new:
-        return
+    """Refuse arrays that cannot be written, and such as share memory with others."""
     problems: list[tuple[Path, str]] = []
-    for path, x, _ in new:
+    new = False
+    for path, x, gradient, leaf in found:
+        is_known = leaf.checked_for(x)
+        new = new or not is_known
+        if gradient is None or (is_known and is_tensor(x)):  # NumPy's arrays may become read-only
+            continue
         kind = kind_of(type(x))
         reason = kind.unwritable(x) if isinstance(kind, Leaf) and kind.unwritable is not None else None
         if reason is not None:
             problems.append((path, reason))
-    own = {str(path) for path, *_ in found}
-    for alias in aliases(model):
-        names = [path for path in alias.paths if str(path) in own]
-        if len(names) > 1:
-            problems.append((names[1], f"it lies in the memory of {names[0]}, so that both would be updated twice"))
+    if new:
+        own = {str(path) for path, *_ in found}
+        for alias in aliases(model):
+            names = [path for path in alias.paths if str(path) in own]
+            if len(names) > 1:
+                problems.append((names[1], f"it lies in the memory of {names[0]}, so that both would be updated twice"))
     if problems:
         raise WriteError(problems)
-    for _, x, leaf in new:
-        leaf.mark_checked(x)
+    if new:
+        for _, x, _, leaf in found:
+            leaf.mark_checked(x)
 
 
 def _updated(state: OptimizerState, found: Found) -> tuple[OptimizerState, dict[Path, Any]]:

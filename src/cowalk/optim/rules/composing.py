@@ -56,9 +56,32 @@ class ByPath(Rule):
             "'*' matches all that is left"
         )
 
-    def unused(self, paths: list[str]) -> list[str]:
-        """The patterns that match no path."""
-        return [pattern for pattern, _ in self.choices if not any(map(compile_pattern(pattern).fullmatch, paths))]
+    def settings(self) -> Mapping[str, Any]:
+        rules = [rule for _, rule in reversed(self.choices) if rule is not None]
+        return {name: value for rule in rules for name, value in rule.settings().items()}
+
+    def adjusted(self, changes: Mapping[str, Any]) -> Rule:
+        changed = ((pattern, None if rule is None else rule.adjusted(changes)) for pattern, rule in self.choices)
+        return ByPath(tuple(changed))
+
+    def check_used(self, paths: list[str]) -> None:
+        """Refuse a pattern that chooses nothing.
+
+        Raises:
+            RuleError: a pattern matches no path, or only such as an earlier one matches.
+        """
+        left = list(paths)
+        for pattern, _ in self.choices:
+            fits = compile_pattern(pattern).fullmatch
+            before, left = left, [path for path in left if not fits(path)]
+            if not paths or len(left) < len(before):
+                continue
+            if any(map(fits, paths)):
+                raise RuleError(f"the pattern {pattern!r} matches only what earlier ones match: put it before them")
+            raise RuleError(
+                f"the pattern {pattern!r} matches none of the {len(paths)} parameters; the first is {paths[0]!r}"
+                + ("" if len(paths) == 1 else f", the last {paths[-1]!r}")
+            )
 
 
 @dataclass(frozen=True)

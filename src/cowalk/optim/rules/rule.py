@@ -74,6 +74,24 @@ class Rule:
         """
         raise NotImplementedError(f"{type(self).__name__} has no apply(state, x, gradient)")
 
+    def checked(self, result: Any, x: Any) -> tuple[State, Any]:
+        """What `apply` returned, if it is what it should be."""
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], dict)):
+            raise RuleError(
+                f"{type(self).__name__}.apply returns (state, step), a dict and an array, not "
+                + (
+                    f"{tuple(type(each).__name__ for each in result)}"
+                    if isinstance(result, tuple)
+                    else type(result).__name__
+                )
+            )
+        if tuple(getattr(result[1], "shape", ())) != tuple(x.shape):
+            shape = tuple(getattr(result[1], "shape", ()))
+            raise RuleError(
+                f"{type(self).__name__}.apply returned a step of shape {shape} for an array of {tuple(x.shape)}"
+            )
+        return cast("tuple[State, Any]", result)
+
     @property
     def stages(self) -> tuple[Rule, ...]:
         """The rules that are applied one after the other, each to the step of the one before."""
@@ -94,11 +112,18 @@ class Rule:
 
     def at_step(self, step: Any) -> Self:
         """The rule with the values of its schedules after so many updates: floats, or tracers where the step is one."""
-        found = {
-            field.name: float(cast("Any", value(step))) if isinstance(step, int) else value(step)
-            for field in fields(self)
-            if field.name in _SCHEDULED and callable(value := getattr(self, field.name))
-        }
+        found: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in _SCHEDULED and callable(value):
+                try:
+                    found[field.name] = float(cast("Any", value(step))) if isinstance(step, int) else value(step)
+                except Exception as error:
+                    error.add_note(
+                        f"(in the schedule {type(self).__name__}({field.name}=…). Of JAX models a schedule is compiled: it takes "
+                        "a traced count, so jnp.where and jnp.minimum in the place of `if` and min, or one of Optax's)"
+                    )
+                    raise
         return self if not found else _with_values(self, found)
 
     def settings(self) -> Mapping[str, Any]:
