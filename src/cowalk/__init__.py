@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         Batch,
         DatasetGradient,
         FrameworkError,
+        ShapeError,
         dataset_gradient,
         gradient,
         gradients_of,
@@ -87,6 +88,7 @@ __all__ = [
     "Path",
     "PathError",
     "Row",
+    "ShapeError",
     "StructureError",
     "Table",
     "TieError",
@@ -126,6 +128,7 @@ __all__ = [
 ]
 
 _LATER = {
+    "ShapeError": "cowalk.gradients",
     "dataset_gradient": "cowalk.gradients",
     "DatasetGradient": "cowalk.gradients",
     "Batch": "cowalk.gradients",

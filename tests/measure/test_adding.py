@@ -61,7 +61,7 @@ def check(total: Any, gradient: Any, factor: float = 0.7, lost: Any = None, thre
     allowed = 2 * rounding * (abs(expected) + abs(factor * before) + 1)
     assert (abs(exact(total) - expected) <= allowed).all()
     np.testing.assert_array_equal(exact(gradient), before)
-    assert norm == pytest.approx(float(np.linalg.norm(before.ravel())), rel=1e-6)
+    assert norm == pytest.approx(float(np.linalg.norm(before.ravel())), rel=1e-6, abs=1e-322)
 
 
 @pytest.mark.parametrize("compensated", [False, True])
@@ -202,7 +202,7 @@ def test_a_norm_is_right_whatever_the_magnitude(way: str, size: float, n: int) -
     for dtype in ("float64", "complex128") if not 1e-45 < size < 2e38 else ("float32", "float64", "complex64"):
         gradient = numbers.astype(dtype)
         [norm] = add([Addend(np.zeros(n, dtype), None, gradient)], 0.0)
-        assert norm == pytest.approx(abs(exact(gradient[0])) * math.sqrt(n), rel=1e-6)
+        assert norm == pytest.approx(abs(exact(gradient[0])) * math.sqrt(n), rel=1e-6, abs=1e-322)
 
 
 def test_a_norm_counts_large_numbers_beside_small_ones(way: str) -> None:
@@ -246,7 +246,7 @@ def test_numbers_below_the_smallest_normal_one_are_kept(way: str) -> None:
         torch.set_flush_denormal(False)
     if way != "NumPy":  # which has the mode that it is given
         np.testing.assert_array_equal(total, gradient)
-        assert norm == pytest.approx(10 * float(gradient[0]), rel=1e-6)
+        assert norm == pytest.approx(10 * float(gradient[0]), rel=1e-6, abs=1e-322)
 
 
 # --- what is refused ---

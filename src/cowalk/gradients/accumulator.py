@@ -159,6 +159,8 @@ class Accumulator:
                 gradient = _as_array(gradient)
                 unusual.append(path)
             places[path] = gradient
+        if self._model is None and self._shape is None:
+            self._shape = shape_of(gradients, _is_gradient)
         if unusual:
             self._make_room(gradients, {path: places[path] for path in unusual}, expected)
         return [self._sums[path] for path in places], list(places.values())
@@ -409,11 +411,20 @@ def _is_gradient(leaf: Any) -> bool:
         raise AccumulatorError(
             "an accumulator cannot add what is being traced: return the gradients from jax.jit, and add them then"
         )
-    return isnumeric(leaf) or isinstance(leaf, float | complex)
+    return isnumeric(leaf) or isinstance(leaf, float | complex | np.inexact)
 
 
 def _as_array(gradient: Any) -> Any:
-    return np.asarray(gradient) if isinstance(gradient, float | complex) else gradient
+    if isinstance(gradient, float | complex | np.inexact):
+        gradient = np.asarray(gradient)
+    if isinstance(gradient, np.ndarray) and gradient.dtype.name in (
+        "longdouble",
+        "clongdouble",
+        "float128",
+        "complex256",
+    ):
+        return gradient.astype(np.complex128 if gradient.dtype.kind == "c" else np.float64)
+    return gradient
 
 
 def _root_of_squares(norms: list[float]) -> float:

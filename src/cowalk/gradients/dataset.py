@@ -27,7 +27,7 @@ class DatasetGradient:
     Attributes:
         gradient: plain containers under the model's paths; None where no batch had a gradient.
         reduce: whether it is the "mean" over all examples or their "sum".
-        loss: the loss over the data set, reduced likewise; None where the loss has no value (`gradient=` gave none).
+        loss: the loss over the batches of this call, reduced likewise; None where it has no value (`gradient=` gave none).
         weight: of all batches together: how many examples, or tokens.
         batches: how many there were.
         counts: in how many of them each parameter had a gradient.
@@ -139,6 +139,8 @@ def dataset_gradient(
             "no batch came: the loader is empty, or batches is an iterator that has been used up"
             + ("" if not isinstance(batches, Iterator) else "; give the loader itself, or a new iterator")
         )
+    if total.weight == 0 and loss_reduction == "mean":
+        raise AccumulatorError(f"all {total.batches} batches have weight 0: there is nothing to add")
     return _finished(total, reduce, losses, is_complete, own=accumulator is None)
 
 

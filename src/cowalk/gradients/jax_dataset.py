@@ -1,7 +1,8 @@
 """A batch of JAX's: the loss, its gradient and the addition in one compiled function, in whose memory the sums stay.
 
-Compiled together, a gradient need not be an array of its own before it is added, and the sums that go in are given away
-(donated) to those that come out.
+The sums that go in are given away (donated) to those that come out, so that they are in memory once; of the gradients there are
+some layers at a time, as long as it takes to add them. What the loss does to the model (batch statistics, counters of NNX) comes
+out too, and is done to it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from cowalk.frameworks.framework import framework_of
 from cowalk.gradients import jax_sums, sums
 from cowalk.gradients.accumulator import Accumulator, Reduction, mean_norms
 from cowalk.measure.arrays import is_tensor
-from cowalk.tree import Path, fmap, walk
+from cowalk.tree import Path, fmap, fmap_, walk
 
 Sums = Mapping[str, tuple[Any, Any]]
 
@@ -46,7 +47,12 @@ class CompiledStep:
             total.replace_sums(_as_jax)
             known = {str(path): (each.total, each.lost) for path, each in total.sums().items()}
             self._paths.update({str(path): path for path in total.sums()})
-            value, new, sizes = self._run(known, self._arrays, (arrays, jnp.asarray(factor)), structure, static)
+            value, new, sizes, changed = self._run(
+                known, self._arrays, (arrays, jnp.asarray(factor)), structure, static
+            )
+            if changed:
+                self._arrays.update(changed)
+                fmap_(lambda path, x: changed.get(str(path), x), self._model, where=_is_array, with_path=True)
             in_order = [(name, path) for name, path in self._paths.items() if name in new]  # JAX sorts them
             value, sizes = float(value), jax.device_get(sizes)
             paths = [path for name, path in in_order if name in sizes]
@@ -68,13 +74,15 @@ class CompiledStep:
         dynamic: tuple[list[Any], Any],
         structure: Any,
         static: Sequence[Any],
-    ) -> tuple[Any, dict[str, tuple[Any, Any]], dict[str, Any]]:
+    ) -> tuple[Any, dict[str, tuple[Any, Any]], dict[str, Any], dict[str, Any]]:
         leaves, factor = dynamic
         filled = [array if kept is None else kept.value for array, kept in zip(leaves, static, strict=True)]
         arguments = jax.tree.unflatten(structure, filled)
         model = fmap(lambda path, _: arrays[str(path)], self._model, where=_is_array, with_path=True)
         framework: Any = framework_of(model)
         found = framework.differentiate(self._loss, model, arguments, {}, False)
+        after = {str(path): leaf for path, (leaf,) in walk(model, where=_is_array)}
+        changed = {name: leaf for name, leaf in after.items() if leaf is not arrays.get(name)}
         new, sizes = dict(known), dict[str, Any]()
         for path, (gradient,) in walk(found.gradients, ties="each"):
             name = str(path)
@@ -82,7 +90,7 @@ class CompiledStep:
             total, lost = known[name] if name in known else _zeros(gradient)
             total, lost, sizes[name] = jax_sums.added(total, lost, gradient, factor)
             new[name] = total, lost
-        return found.value, new, sizes
+        return found.value, new, sizes, changed
 
 
 class _Static:

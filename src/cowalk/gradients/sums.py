@@ -213,7 +213,6 @@ def merged(mine: Sum | None, theirs: Sum) -> Sum:
         mine.is_jax = theirs.is_jax
     there = _where(theirs.total, mine.total)
     if np.result_type(wide_name(mine.total), wide_name(there)) != np.dtype(wide_name(mine.total)):
-        is_jax_s = mine.is_jax
         wide = converted(mine, there)
         wide.is_jax = mine.is_jax
         mine = wide

@@ -95,10 +95,14 @@ def sign(x: Any) -> Any:
     return x / functions(x).where(size == 0, functions(x).ones_like(size), size)
 
 
+def is_half(x: Any) -> bool:
+    """Whether an array is of half precision, whose least number is 6e-8."""
+    return str(x.dtype) in ("float16", "torch.float16")
+
+
 def raised(epsilon: Any, x: Any) -> Any:
     """ε for arrays like x: in half precision at least 1e-7, unless it is zero."""
-    half = x.dtype.itemsize == 2 and str(x.dtype).endswith("float16") and not str(x.dtype).endswith("bfloat16")
-    return max(epsilon, HALF_EPSILON) if half and epsilon != 0 else epsilon
+    return max(epsilon, HALF_EPSILON) if epsilon != 0 and is_half(x) else epsilon
 
 
 def _sizes(x: Any) -> Any:

@@ -17,7 +17,7 @@ from cowalk.optim.arrays import cast, functions, is_tensor
 from cowalk.optim.rules.composing import MixedPrecision
 from cowalk.optim.rules.rule import Rule, State
 
-BLOCK = 1 << 18
+BLOCK = 1 << 17
 """Elements of a block on a CPU: large enough for torch to share them among threads, small enough for the last cache."""
 DEVICE_BLOCK = 1 << 25
 

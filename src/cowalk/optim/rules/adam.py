@@ -8,20 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cowalk.optim.arrays import average, average_square, functions, raised, real_full, real_zeros, zeros
+from cowalk.optim.arrays import average, average_square, functions, is_half, raised, real_full, real_zeros, zeros
 from cowalk.optim.rules.rule import Number, Rule, RuleError, State
 
 
 @dataclass(frozen=True)
-class Adam(Rule):
-    """Adam (Kingma & Ba 2015): the step is lr · m̂ / (√v̂ + ε).
-
-    >>> import numpy as np, cowalk
-    >>> model = {"w": np.array([1.0, 1.0])}
-    >>> state = cowalk.setup(cowalk.optim.Adam(lr=0.5), model)
-    >>> cowalk.update_(state, model, {"w": np.array([3.0, -4.0])})["w"].round(6).tolist()
-    [0.5, 1.5]
-    """
+class AdamLike(Rule):
+    """What the rules of this family share."""
 
     lr: Number = 0.001
     betas: tuple[float, float] = (0.9, 0.999)
@@ -35,17 +28,35 @@ class Adam(Rule):
         new, direction = self._direction(state, x, gradient)
         return new, self.lr * direction
 
+    def _direction(self, state: State, x: Any, gradient: Any) -> tuple[State, Any]:
+        """The new state, and the step for lr = 1."""
+        raise NotImplementedError
+
     def _moments(self, state: State, gradient: Any) -> tuple[Any, Any, Any]:
         beta1, beta2 = self.betas
         m = average(state["m"], gradient, beta1)
         v = average_square(state["v"], gradient, beta2)
         return m, v, state["step"] + 1
 
-    def _direction(self, state: State, x: Any, gradient: Any) -> tuple[State, Any]:
-        """The new state, and the step for lr = 1."""
+
+@dataclass(frozen=True)
+class Adam(AdamLike):
+    """Adam (Kingma & Ba 2015): the step is lr · m̂ / (√v̂ + ε).
+
+    >>> import numpy as np, cowalk
+    >>> model = {"w": np.array([1.0, 1.0])}
+    >>> state = cowalk.setup(cowalk.optim.Adam(lr=0.5), model)
+    >>> cowalk.update_(state, model, {"w": np.array([3.0, -4.0])})["w"].round(6).tolist()
+    [0.5, 1.5]
+    """
+
+    def apply(self, state: State, x: Any, gradient: Any) -> tuple[State, Any]:
         m, v, t = self._moments(state, gradient)
-        debias1, debias2 = (1 / (1 - beta**t) for beta in self.betas)
-        return {"m": m, "v": v, "step": t}, m * debias1 / (functions(x).sqrt(v * debias2) + raised(self.epsilon, x))
+        new, epsilon, root = {"m": m, "v": v, "step": t}, raised(self.epsilon, x), functions(x).sqrt(v)
+        scale, spread = self.lr / (1 - self.betas[0] ** t), (1 - self.betas[1] ** t) ** 0.5
+        if is_half(x):  # where spread · ε may be zero
+            return new, m * scale / (root / spread + epsilon)
+        return new, m * (scale * spread) / (root + epsilon * spread)  # the same, with a pass over the array less
 
 
 @dataclass(frozen=True)
@@ -62,14 +73,14 @@ class AdamW(Adam):
     couple: bool = True
 
     def apply(self, state: State, x: Any, gradient: Any) -> tuple[State, Any]:
-        new, direction = self._direction(state, x, gradient)
-        if self.couple:
-            return new, self.lr * (direction + self.weight_decay * x)
-        return new, self.lr * direction + self.weight_decay * x
+        new, step = super().apply(state, x, gradient)
+        lr: Any = self.lr
+        decay = lr * self.weight_decay if self.couple else self.weight_decay
+        return new, step + decay * x
 
 
 @dataclass(frozen=True)
-class RAdam(Adam):
+class RAdam(AdamLike):
     """Rectified Adam (Liu et al. 2020): Adam's step times a factor that grows from 0, and lr · m̂ while there is no such factor.
 
     With ρ∞ = 2/(1 − β₂) − 1 and ρ = ρ∞ − 2tβ₂ᵗ/(1 − β₂ᵗ), the factor is
@@ -99,7 +110,7 @@ class RAdam(Adam):
 
 
 @dataclass(frozen=True)
-class AdaMax(Adam):
+class AdaMax(AdamLike):
     """AdaMax (Kingma & Ba 2015): u ← max(β₂ u, |g|) in the place of v; the step is lr · m̂ / (u + ε)."""
 
     def init(self, x: Any) -> State:
@@ -130,7 +141,7 @@ class OAdam(Adam):
 
 
 @dataclass(frozen=True)
-class NAdam(Adam):
+class NAdam(AdamLike):
     """Adam with Nesterov's momentum (Dozat 2016): the step is lr · (β₁ m / (1 − β₁ᵗ⁺¹) + (1 − β₁) g / (1 − β₁ᵗ)) / (√v̂ + ε).
 
     As in the paper, v̂ = β₂ v / (1 − β₂ᵗ) here. (Optax leaves β₂ out; torch has a schedule for β₁.)
@@ -145,7 +156,7 @@ class NAdam(Adam):
 
 
 @dataclass(frozen=True)
-class AMSGrad(Adam):
+class AMSGrad(AdamLike):
     """AMSGrad (Reddi et al. 2018), as in the paper without debiasing: v̂ ← max(v̂, v); the step is lr · m / (√v̂ + ε).
 
     m, v and v̂ begin at ε. (torch and Optax debias.)
@@ -166,7 +177,7 @@ class AMSGrad(Adam):
 
 
 @dataclass(frozen=True)
-class AdaBelief(Adam):
+class AdaBelief(AdamLike):
     """AdaBelief (Zhuang et al. 2020): s ← β₂ s + (1 − β₂) |g − m|² + ε in the place of v; the step is lr · m̂ / (√ŝ + ε)."""
 
     lr: Number = 0.001
