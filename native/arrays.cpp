@@ -102,6 +102,9 @@ bool see_description(PyObject *tuple, View &view) {
     if (!describe_type(static_cast<int>(code), view.array, size)) refuse(PyExc_ValueError, "a description of an unknown type");
     view.array.data = static_cast<const char *>(data);
     view.axes = integers(PyTuple_GET_ITEM(tuple, 2), view.shape);
+    std::int64_t n = 1;
+    for (int axis = 0; axis < view.axes; ++axis) n *= view.shape[axis];
+    if (data == nullptr && n > 0) refuse(PyExc_ValueError, "an array without memory: its storage was freed, or it is a fake tensor");
     if (strides == Py_None) {
         dense_strides(view, size);
     } else if (integers(strides, view.strides) != view.axes) {

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cowalk
 from cowalk import Accumulator, AccumulatorError, Batch
 from cowalk.gradients import ShapeError, jax_sums, sums
+from cowalk.gradients.saving import SaveError
 from cowalk.measure import native
 from cowalk.measure.arrays import plain
 from cowalk.tree import engine
@@ -669,3 +672,107 @@ def test_generators_of_batches_need_no_list() -> None:
     for each in gradients():
         total.add(each)
     assert total.mean()["w"].tolist() == [2.0]
+
+
+# --- what is refused, is refused as a whole ---
+
+
+def test_a_refused_gradient_leaves_no_trace() -> None:
+    total = Accumulator()
+    total.add({"a": np.ones(2)})
+    for bad in (torch.ones(2, device="meta"), np.ones((2, 2))):
+        with pytest.raises((cowalk.AccumulatorError, cowalk.ShapeError)):
+            total.add({"new": np.ones(3), "a": bad})
+    assert (total.batches, total.sum()["a"].tolist(), list(total.sum())) == (1, [1.0, 1.0], ["a"])
+
+
+def test_a_tensor_without_memory_is_an_error() -> None:
+    gradient = torch.ones(1000)
+    gradient.untyped_storage().resize_(0)
+    with pytest.raises((ValueError, RuntimeError)):
+        Accumulator().add({"w": gradient})
+    with torch._subclasses.fake_tensor.FakeTensorMode():
+        fake = torch.ones(3)
+    with pytest.raises(cowalk.AccumulatorError, match="is a fake one"):
+        Accumulator().add({"w": fake})
+
+
+def test_sums_of_a_model_and_sums_of_trees_merge_where_they_fit() -> None:
+    of_model = Accumulator({"w": np.ones(2)})
+    of_model.add({"w": np.ones(2)})
+    of_tree = Accumulator()
+    of_tree.merge(of_model)
+    assert of_tree.sum()["w"].tolist() == [1.0, 1.0]
+    for strange in ({"other": np.ones(2)}, {"w": np.ones(3)}):
+        other = Accumulator()
+        other.add(strange)
+        with pytest.raises(cowalk.ShapeError):
+            of_model.merge(other)
+    assert (of_model.batches, of_model.sum()["w"].tolist()) == (1, [1.0, 1.0])
+
+
+@pytest.mark.parametrize("number", [np.float32(3), np.float16(3), np.float64(3), 3.0, np.longdouble(3)])
+def test_numbers_are_gradients_too(number: Any) -> None:
+    total = Accumulator()
+    total.add({"w": number}, weight=2)
+    assert float(total.sum()["w"]) == 6.0
+
+
+# --- files ---
+
+
+def test_a_saved_accumulator_goes_on(tmp_path: Path) -> None:
+    file = tmp_path / "sums.npz"
+    total, both = Accumulator(), Accumulator()
+    trees = [
+        {"a": [np.ones(2, np.float16), None], 3: (np.float64(1),)},
+        {"a": [np.ones(2, np.float16), np.ones(1)], 3: (2.0,)},
+    ]
+    for each in (total, both):
+        each.add(trees[0], weight=3, loss=0.5)
+    total.save(file)
+    again = Accumulator.load(file)
+    for each in (again, both):
+        each.add(trees[1], weight=5)
+    assert repr(again.mean()) == repr(both.mean())
+    assert (again.weight, again.batches, again.worst, again.counts) == (8.0, 2, both.worst, both.counts)
+    assert again.noise().to_dict() == both.noise().to_dict()
+    assert [path.name for path in tmp_path.iterdir()] == ["sums.npz"]
+
+
+def test_a_file_that_holds_no_accumulator_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "sums.npz"
+    total = Accumulator()
+    total.add({"w": np.ones(3)})
+    total.save(file)
+    whole = file.read_bytes()
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        damaged = bytearray(whole)
+        damaged[rng.integers(len(whole))] ^= int(rng.integers(1, 256))
+        file.write_bytes(bytes(damaged[: rng.integers(1, len(whole) + 1)] if rng.random() < 0.5 else damaged))
+        # A name or a count may be another one; but nothing else than these errors comes.
+        with contextlib.suppress(SaveError, cowalk.AccumulatorError):
+            Accumulator.load(file).sum()
+    np.savez(file, w=np.ones(2))
+    with pytest.raises(SaveError, match=r"sums\.npz holds no accumulator"):
+        Accumulator.load(file)
+    with pytest.raises(FileNotFoundError):
+        Accumulator.load(tmp_path / "absent.npz")
+    with pytest.raises(SaveError, match="is no file"):
+        total.save(tmp_path)
+
+
+def test_an_accumulator_saved_with_a_model_is_loaded_with_one_like_it(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    total = Accumulator(model)
+    total.add(cowalk.gradient(lambda m: m(torch.ones(1, 2)).sum(), model), weight=2)
+    total.save(tmp_path / "a.npz")
+    again = Accumulator.load(tmp_path / "a.npz", torch.nn.Linear(2, 1))
+    again.add(cowalk.gradient(lambda m: m(torch.ones(1, 2)).sum(), model), weight=2)
+    assert again.mean()["weight"].tolist() == [[1.0, 1.0]]
+    assert isinstance(again.mean()["weight"], torch.Tensor)
+    with pytest.raises(SaveError, match="load it with one"):
+        Accumulator.load(tmp_path / "a.npz")
+    with pytest.raises(SaveError, match="another model"):
+        Accumulator.load(tmp_path / "a.npz", torch.nn.Linear(3, 1))

@@ -504,20 +504,94 @@ def test_batch_statistics_and_dropout_leak_no_tracer(compiled: bool) -> None:
         np.testing.assert_array_equal(before[str(path)], leaf)
 
 
-def test_the_sums_are_given_away_to_the_new_ones(jax_case: Case) -> None:
-    total, seen = Accumulator(jax_case.model), []
+def totals_after_each_batch(case: Case, made: list[Accumulator], **options: Any) -> list[list[Any]]:
+    seen: list[list[Any]] = []
 
     def batches() -> Iterator[Any]:
-        for batch in [*jax_case.batches()] * 2:
+        for batch in [*case.batches()] * 2:
             yield batch
-            seen.append([each.total for each in total.sums().values()])
+            seen.append([each.total for each in made[0].sums().values()])
 
-    run(jax_case.mean_loss, jax_case.model, batches(), accumulator=total)
+    run(case.mean_loss, case.model, batches(), **options)
     assert len(seen) == 6
     assert all(len(each) == 3 for each in seen)
-    assert all(array.is_deleted() for each in seen[:-1] for array in each)
-    assert not any(array.is_deleted() for array in seen[-1])
+    return seen
+
+
+def test_the_sums_are_given_away_to_the_new_ones(jax_case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Accumulator] = []
+
+    class Seen(Accumulator):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            made.append(self)
+
+    monkeypatch.setattr("cowalk.gradients.dataset.Accumulator", Seen)
+    seen = totals_after_each_batch(jax_case, made)
+    assert all(array.is_deleted() for each in seen for array in each)  # the last ones to the mean
     assert not any(leaf.is_deleted() for _, (leaf,) in cowalk.walk(jax_case.model))
+
+
+def test_the_sums_of_a_callers_accumulator_are_not_given_away(jax_case: Case) -> None:
+    total = Accumulator(jax_case.model)
+    seen = totals_after_each_batch(jax_case, [total], accumulator=total)
+    assert not any(array.is_deleted() for each in seen for array in each)
+
+
+def test_an_error_while_a_compiled_loss_runs_leaves_a_callers_sums() -> None:
+    def fails(value: Any) -> Any:
+        if float(value) > 100:
+            raise ValueError("too much")
+        return np.float32(0)
+
+    def loss(m: Any, x: Any) -> Any:
+        checked = jax.pure_callback(fails, jax.ShapeDtypeStruct((), jnp.float32), x[0])
+        return (m["w"] * x).sum() + jax.lax.stop_gradient(checked)
+
+    model = {"w": jnp.ones(3)}
+    total = Accumulator(model)
+    with pytest.raises(Exception, match="too much"):
+        run(loss, model, [jnp.ones(3), jnp.full(3, 200.0)], weight=1, accumulator=total)
+    assert total.sum()["w"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_callers_accumulator_need_not_know_the_model() -> None:
+    model, total = {"w": jnp.ones(3), "unused": jnp.ones(1)}, Accumulator()
+    found = run(lambda m, x: (m["w"] * x).sum(), model, [jnp.ones(3)] * 3, weight=1, accumulator=total)
+    assert found.gradient["w"].tolist() == [1.0, 1.0, 1.0]
+    assert total.sum()["w"].tolist() == [3.0, 3.0, 3.0]
+    assert total.sum()["unused"] is None
+
+
+def test_what_the_loss_does_to_a_module_of_nnx_is_done_to_it() -> None:
+    from flax import nnx
+
+    found: list[list[float]] = []
+    for compiled in (True, False):
+        norm = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+        run(lambda m, x: (m(x) ** 2).mean(), norm, [jnp.arange(6.0).reshape(3, 2)] * 2, compiled=compiled)
+        found.append(norm.mean[...].tolist())
+    assert found[0] == pytest.approx(found[1])
+    assert found[0] != [0.0, 0.0]
+
+
+def test_ctrl_c_pressed_again_while_a_batch_is_added_waits_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cowalk.gradients import sums
+
+    real, calls = sums.add, []
+
+    def add(*arguments: Any) -> Any:
+        added = real(*arguments)
+        calls.append(1)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        return added
+
+    monkeypatch.setattr(sums, "add", add)
+    model = {"w": torch.ones(3, requires_grad=True)}
+    found = run(lambda m, x: (m["w"] * x).sum(), model, [torch.ones(3)] * 6, weight=1, reduce="sum")
+    assert (found.batches, found.is_complete, found.gradient["w"].tolist()) == (3, False, [3.0, 3.0, 3.0])
 
 
 def test_a_compiled_step_adds_in_the_memory_of_the_sums() -> None:

@@ -799,3 +799,84 @@ def test_a_state_of_other_shapes_and_parameters_for_gradients_are_refused():
     grads = cowalk.gradient(lambda m: m(torch.ones(1, 2)).sum(), small)
     with pytest.raises(optim.UpdateError, match="the model before its gradients"):
         cowalk.update_(state, grads, small)
+
+
+def test_a_parameter_of_another_dtype_than_its_state_is_refused_before_anything_is_written():
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    state = cowalk.setup(optim.Adam(0.1), net)
+    net[1].half()
+    before = net[0].weight.detach().clone()
+    with pytest.raises(optim.UpdateError, match=r"1\.weight: the state was made for a parameter of torch.float32"):
+        cowalk.update_(state, net, cowalk.fmapstructure(torch.ones_like, net, where=cowalk.istrainable))
+    assert torch.equal(net[0].weight, before)
+
+
+def test_a_schedule_that_fails_fails_before_anything_is_written():
+    model = {"a": np.ones(1), "b": np.ones(1)}
+    state = cowalk.setup({"a": optim.Descent(0.5), "b": optim.Descent(lambda step: 1 / 0)}, model)
+    with pytest.raises(ZeroDivisionError) as caught:
+        cowalk.update_(state, model, ones_like(model))
+    assert "in the schedule Descent(lr=" in caught.value.__notes__[0]
+    assert model["a"].tolist() == [1.0]
+
+
+def test_memory_that_is_shared_later_is_seen():
+    net = torch.nn.ModuleDict({"a": torch.nn.Linear(1, 1, bias=False), "b": torch.nn.Linear(1, 1, bias=False)})
+    state = cowalk.setup(optim.Descent(1.0), net)
+    grads = cowalk.fmapstructure(torch.ones_like, net, where=cowalk.istrainable)
+    cowalk.update_(state, net, grads)
+    net["b"].weight.data = net["a"].weight.data
+    with pytest.raises(cowalk.WriteError, match="lies in the memory of"):
+        cowalk.update_(state, net, grads)
+
+
+def test_a_gradient_that_is_another_parameter_is_read_as_it_was():
+    model = {"a": np.full(300_000, 1.0), "b": np.full(300_000, 10.0)}
+    state = cowalk.setup(optim.Descent(1.0), model)
+    cowalk.update_(state, model, {"a": model["b"], "b": model["a"]})
+    assert (model["a"][0], model["b"][0]) == (-9.0, 9.0)
+
+
+def test_tensors_of_an_updated_tree_require_a_gradient_as_before():
+    model = {"w": torch.ones(2, requires_grad=True), "v": torch.ones(2)}
+    _, new = cowalk.update(cowalk.setup(optim.Descent(1.0), model), model, {"w": torch.ones(2), "v": torch.ones(2)})
+    assert (new["w"].requires_grad, new["v"].requires_grad) == (True, False)
+    assert new["w"].is_leaf
+
+
+def test_accumulation_goes_on_where_n_has_become_less():
+    model = {"w": np.zeros(1)}
+    state = cowalk.setup(optim.Chain(optim.AccumGrad(4), optim.Descent(1.0)), model)
+    for _ in range(3):
+        cowalk.update_(state, model, ones_like(model))
+    cowalk.update_(cowalk.adjust(state, n=2), model, ones_like(model))
+    assert model["w"].tolist() == [-1.0]
+
+
+@pytest.mark.parametrize("make", [np.array, jnp.array], ids=["numpy", "jax"])
+def test_a_norm_that_half_precision_cannot_tell_clips_right(make):
+    model = {"w": make(np.zeros(10_000, np.float16))}
+    state = cowalk.setup(optim.Chain(optim.ClipNorm(1.0), optim.Descent(1.0)), model)
+    model = cowalk.update(state, model, {"w": make(np.full(10_000, 60_000, np.float16))})[1]
+    assert np.linalg.norm(np.asarray(model["w"], np.float64)) == pytest.approx(1.0, rel=1e-3)
+
+
+class Wrong(optim.Rule):
+    """Returns what it is told to."""
+
+    def __init__(self, result):
+        object.__setattr__(self, "result", result)
+
+    def init(self, x):
+        return {"m": np.zeros_like(x)}
+
+    def apply(self, state, x, gradient):
+        return self.result
+
+
+@pytest.mark.parametrize("result", [np.ones(2), (np.ones(2), {}), ({"m": np.ones(2)}, 1.0), ({}, np.ones(2))])
+def test_a_rule_that_returns_something_else_is_named(result):
+    model = {"w": np.ones(2)}
+    with pytest.raises(optim.RuleError, match=r"Wrong\.apply return"):
+        cowalk.update_(cowalk.setup(Wrong(result), model), model, ones_like(model))
+    assert model["w"].tolist() == [1.0, 1.0]

@@ -12,11 +12,11 @@ import numpy as np
 
 from cowalk.frameworks.framework import TiedGradients, joins_ties
 from cowalk.gradients import saving, sums
-from cowalk.gradients.shapes import ShapeError, filled, joined, shape_of
+from cowalk.gradients.shapes import ShapeError, filled, joined, shape_of, shape_of_paths
 from cowalk.gradients.sums import Sum
 from cowalk.measure import Row, Table, stats
-from cowalk.measure.dispatch import is_traced
 from cowalk.tree import MISSING, CowalkError, Path, fmapstructure, isnumeric, istrainable, walk
+from cowalk.tree.kinds import Leaf, kind_of
 from cowalk.tree.walk import Ties
 
 Reduction = Literal["mean", "sum"]
@@ -110,21 +110,30 @@ class Accumulator:
         if weight == 0 and loss_reduction == "mean":  # a mean over nothing is NaN
             self.pass_by()
             return
-        into, found = self._places(gradients)
-        norms = sums.add(into, found, weight if loss_reduction == "mean" else 1.0)
-        self._count(into, mean_norms(norms, weight, loss_reduction), weight, loss)
+        into, found, shape = self._places(gradients)
+        norms = sums.add(list(into.values()), found, weight if loss_reduction == "mean" else 1.0)
+        self._shape = shape
+        self._sums.update(into)
+        self._count(list(into.values()), mean_norms(norms, weight, loss_reduction), weight, loss)
 
     def pass_by(self) -> None:
         """Count a batch that has no weight."""
         self.batches += 1
 
     def absorb(
-        self, new: Mapping[Path, tuple[Any, Any]], norms: Mapping[Path, float], weight: float, loss: float | None
+        self,
+        new: Mapping[Path, tuple[Any, Any]],
+        norms: Mapping[Path, float],
+        weight: float,
+        loss: float | None,
+        shape: Any,
     ) -> None:
         """Take the sums (total and what it lost) to which a batch has been added elsewhere, with the norms of its mean gradients.
 
-        All sums are new, also those of parameters without a gradient in this batch.
+        All sums are new, also those of parameters without a gradient in this batch. `shape` is that of the gradients.
         """
+        if self._model is None:
+            self._shape = joined(self._shape, shape)
         for path, (total, lost) in new.items():
             known = self._sums.setdefault(path, Sum(total, lost, is_jax=True))
             known.total, known.lost = total, lost
@@ -138,8 +147,8 @@ class Accumulator:
         """Put other sums of the same values in the place of those that are here."""
         self._sums = {path: change(each) for path, each in self._sums.items()}
 
-    def _places(self, gradients: Any) -> tuple[list[Sum], list[Any]]:
-        """The gradients, and a sum for each of them."""
+    def _places(self, gradients: Any) -> tuple[dict[Path, Sum], list[Any], Any]:
+        """A sum for each gradient, the gradients, and the shape of the tree of all so far. Nothing here is changed yet."""
         expected: Mapping[Path, tuple[int, ...]] = {}
         if self._model is None:
             walked = (
@@ -149,23 +158,27 @@ class Accumulator:
             pairs = list(walk(self._model, gradients, where=istrainable, missing="pass", ties=self._ties))
             walked = ((path, leaf) for path, (_, leaf) in pairs if leaf is not MISSING)
             expected = {path: tuple(x.shape) for path, (x, _) in pairs}
-        places: dict[Path, Any] = {}
-        unusual: list[Path] = []
+        into: dict[Path, Sum] = {}
+        found: list[Any] = []
+        unusual: dict[Path, Any] = {}
         for path, gradient in walked:
             known = self._sums.get(path)
             if known is None or not known.takes(gradient):
                 if not _is_gradient(gradient):
                     continue
-                gradient = _as_array(gradient)
-                unusual.append(path)
-            places[path] = gradient
-        if self._model is None and self._shape is None:
-            self._shape = shape_of(gradients, _is_gradient)
-        if unusual:
-            self._make_room(gradients, {path: places[path] for path in unusual}, expected)
-        return [self._sums[path] for path in places], list(places.values())
+                gradient = unusual[path] = _as_array(path, gradient)
+            if known is not None:
+                into[path] = known
+            else:
+                into[path] = _NO_SUM
+            found.append(gradient)
+        into.update(self._room_for(unusual, expected))
+        shape = self._shape
+        if self._model is None and (shape is None or any(path not in self._sums for path in unusual)):
+            shape = joined(shape, shape_of(gradients, _is_gradient))
+        return into, found, shape
 
-    def _make_room(self, gradients: Any, unusual: Mapping[Path, Any], expected: Mapping[Path, tuple[int, ...]]) -> None:
+    def _room_for(self, unusual: Mapping[Path, Any], expected: Mapping[Path, tuple[int, ...]]) -> dict[Path, Sum]:
         """Sums for gradients that there are none for yet, or that those that there are do not take."""
         known = {path: each for path in unusual if (each := self._sums.get(path)) is not None}
         shapes = {path: tuple(each.total.shape) for path, each in known.items()} | dict(expected)
@@ -178,15 +191,16 @@ class Accumulator:
             raise ShapeError(
                 f"{path}: the gradient has shape {tuple(unusual[path].shape)}, and {whose} {shapes[path]}{more}", path
             )
-        if self._model is None and len(known) < len(unusual):
-            self._shape = joined(self._shape, shape_of(gradients, _is_gradient))
+        room: dict[Path, Sum] = {}
         for path, gradient in unusual.items():
             each = known.get(path)
             if each is None:
-                self._sums[path] = sums.new_sum(gradient)
+                each = sums.new_sum(gradient)
             elif not sums.fits(each, gradient):
-                self._sums[path] = sums.converted(each, gradient)
-            self._sums[path].remember(gradient)
+                each = sums.converted(each, gradient)
+            each.remember(gradient)
+            room[path] = each
+        return room
 
     def _count(self, into: list[Sum], norms: list[float], weight: float, loss: float | None) -> None:
         """Take note of a batch whose gradients have been added; `norms` are those of its mean gradients."""
@@ -206,13 +220,22 @@ class Accumulator:
         """
         if other is self:
             raise AccumulatorError("an accumulator cannot be merged with itself")
+        shape = self._shape
+        shapes = {path: tuple(each.total.shape) for path, each in self._sums.items()}
         if self._model is None:
-            self._shape = joined(self._shape, other._shape)
-        for path, theirs in other._sums.items():
-            mine = self._sums.get(path)
-            if mine is not None and tuple(mine.total.shape) != tuple(theirs.total.shape):
-                shapes = tuple(mine.total.shape), tuple(theirs.total.shape)
-                raise ShapeError(f"{path}: the gradients have shapes {shapes[0]} and {shapes[1]}", path)
+            theirs = shape_of_paths(other._sums) if other._shape is None else other._shape
+            shape = joined(shape, theirs)
+        else:
+            shapes |= {path: tuple(x.shape) for path, (x,) in walk(self._model, where=istrainable)}
+            strange = [path for path in other._sums if path not in shapes]
+            if strange:
+                raise ShapeError(f"{strange[0]}: this accumulator's model has no such parameter", strange[0])
+        for path, each in other._sums.items():
+            if shapes.get(path, tuple(each.total.shape)) != tuple(each.total.shape):
+                raise ShapeError(
+                    f"{path}: there are gradients of shape {shapes[path]} and {tuple(each.total.shape)}", path
+                )
+        self._shape = shape
         for path, theirs in other._sums.items():
             self._sums[path] = sums.merged(self._sums.get(path), theirs)
         moved = (replace(batch, index=batch.index + self.batches) for batch in other.worst)
@@ -407,14 +430,21 @@ def checked_weight(weight: Any) -> float:
 
 
 def _is_gradient(leaf: Any) -> bool:
-    if is_traced(leaf):
-        raise AccumulatorError(
-            "an accumulator cannot add what is being traced: return the gradients from jax.jit, and add them then"
-        )
     return isnumeric(leaf) or isinstance(leaf, float | complex | np.inexact)
 
 
-def _as_array(gradient: Any) -> Any:
+_NO_SUM = Sum(None)
+"""Keeps the place of a sum that is still to be made."""
+
+
+def _as_array(path: Path, gradient: Any) -> Any:
+    kind = kind_of(type(gradient))
+    if isinstance(kind, Leaf) and kind.traced is not None and kind.traced(gradient):
+        raise AccumulatorError(
+            f"{path}: a gradient that is being traced, or is a fake one, cannot be added: return it from there first"
+        )
+    if str(getattr(gradient, "device", "")) == "meta" or getattr(gradient, "is_deleted", bool)():
+        raise AccumulatorError(f"{path}: the gradient has no values (it is on the meta device, or deleted)")
     if isinstance(gradient, float | complex | np.inexact):
         gradient = np.asarray(gradient)
     if isinstance(gradient, np.ndarray) and gradient.dtype.name in (

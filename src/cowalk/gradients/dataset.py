@@ -85,7 +85,7 @@ def dataset_gradient(
         reduce: whether to give the mean over all examples, or their sum.
         gradient: a function like `loss` that gives the gradients instead, or `(value, gradients)`: for NumPy and for models that
             are differentiated otherwise. `loss` may then be None.
-        accumulator: go on with one that has batches already; it keeps its sums.
+        accumulator: go on with one that has batches already; it keeps its sums, whatever happens.
         worst: how many of the batches with the largest gradients to remember.
         compiled: for JAX: compile the loss and the addition into one function, anew for batches of another shape. What is no
             array in a batch is static then.
@@ -109,11 +109,11 @@ def dataset_gradient(
     if reduce not in ("mean", "sum"):
         raise ValueError(f"reduce= is 'mean' or 'sum', not {reduce!r:.60}")
     weigh = weigher(weight)
-    prepare = _preparer(loss, model, gradient, loss_reduction, compiled)
+    prepare = _preparer(loss, model, gradient, loss_reduction, compiled, accumulator is None)
     total = Accumulator(model, worst=worst) if accumulator is None else accumulator
     losses, stop, is_complete = _Losses(loss_reduction), _Stop(), False
-    with stop, _bar(batches, progress) as advance:
-        try:
+    try:
+        with stop, _bar(batches, progress) as advance:
             for index, batch in enumerate(batches):
                 try:
                     count = checked_weight(weigh(batch))
@@ -131,9 +131,9 @@ def dataset_gradient(
                     break
             else:
                 is_complete = True
-        except KeyboardInterrupt:
-            if total.batches == 0:
-                raise
+    except KeyboardInterrupt:
+        if total.batches == 0:
+            raise
     if total.batches == 0:
         raise AccumulatorError(
             "no batch came: the loader is empty, or batches is an iterator that has been used up"
@@ -179,6 +179,7 @@ def _preparer(
     gradient: Callable[..., Any] | None,
     loss_reduction: Reduction,
     compiled: bool,
+    own: bool,
 ) -> Callable[[Any, float], Prepared]:
     """A function from a batch and its weight to what adds it. The long work may be in either."""
     if gradient is None and loss is None:
@@ -195,7 +196,7 @@ def _preparer(
         if compiled and framework.is_pure_jax:
             from cowalk.gradients.jax_dataset import CompiledStep
 
-            return CompiledStep(loss, model, loss_reduction).prepare
+            return CompiledStep(loss, model, loss_reduction, donates=own).prepare
 
     def prepare(batch: Any, weight: float) -> Prepared:
         arguments = _arguments(batch)
@@ -250,7 +251,7 @@ class _Losses:
 
 
 class _Stop:
-    """Within it, the first Ctrl-C waits while a batch is added, so that no batch is half in the sums."""
+    """Within it, Ctrl-C waits while a batch is added, so that no batch is half in the sums."""
 
     def __init__(self) -> None:
         self.is_asked = False
@@ -258,7 +259,8 @@ class _Stop:
         self._before: Any = None
 
     def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is not None:
+        ignored = signal.getsignal(signal.SIGINT) in (None, signal.SIG_IGN)
+        if threading.current_thread() is threading.main_thread() and not ignored:
             self._before = signal.signal(signal.SIGINT, self._handle)
 
     def __exit__(self, *_: object) -> None:
@@ -266,8 +268,8 @@ class _Stop:
             signal.signal(signal.SIGINT, self._before)
 
     def _handle(self, number: int, frame: Any) -> None:
-        again, self.is_asked = self.is_asked, True
-        if not self._is_adding or again:
+        self.is_asked = True
+        if not self._is_adding:
             if callable(self._before):
                 self._before(number, frame)
             raise KeyboardInterrupt

@@ -1,6 +1,7 @@
 """A batch of JAX's: the loss, its gradient and the addition in one compiled function, in whose memory the sums stay.
 
-The sums that go in are given away (donated) to those that come out, so that they are in memory once; of the gradients there are
+The sums that go in are given away (donated) to those that come out, so that they are in memory once (but not those of a caller,
+who would lose them to an error); of the gradients there are
 some layers at a time, as long as it takes to add them. What the loss does to the model (batch statistics, counters of NNX) comes
 out too, and is done to it.
 """
@@ -17,6 +18,7 @@ import numpy as np
 from cowalk.frameworks.framework import framework_of
 from cowalk.gradients import jax_sums, sums
 from cowalk.gradients.accumulator import Accumulator, Reduction, mean_norms
+from cowalk.gradients.shapes import shape_of
 from cowalk.measure.arrays import is_tensor
 from cowalk.tree import Path, fmap, fmap_, walk
 
@@ -26,13 +28,16 @@ Sums = Mapping[str, tuple[Any, Any]]
 class CompiledStep:
     """Adds the gradients of one loss in one model, compiled for each shape of batches."""
 
-    def __init__(self, loss: Callable[..., Any], model: Any, loss_reduction: Reduction) -> None:
+    def __init__(
+        self, loss: Callable[..., Any], model: Any, loss_reduction: Reduction, *, donates: bool = True
+    ) -> None:
         self._loss = loss
         self._model = model
         self._loss_reduction: Reduction = loss_reduction
         self._arrays = {str(path): leaf for path, (leaf,) in walk(model, where=_is_array)}
         self._paths: dict[str, Path] = {}
-        self._run = jax.jit(self._traced, static_argnums=(3, 4), donate_argnums=0)
+        self._run = jax.jit(self._traced, static_argnums=(3, 4), donate_argnums=0 if donates else ())
+        self._shape: Any = None
 
     def prepare(self, batch: Any, weight: float) -> Callable[[Accumulator], float]:
         """A function that adds a batch to an accumulator, and gives the loss's value."""
@@ -62,6 +67,7 @@ class CompiledStep:
                 dict(zip(paths, mean_norms(norms, weight, self._loss_reduction), strict=True)),
                 weight,
                 value,
+                self._shape,
             )
             return value
 
@@ -81,6 +87,7 @@ class CompiledStep:
         model = fmap(lambda path, _: arrays[str(path)], self._model, where=_is_array, with_path=True)
         framework: Any = framework_of(model)
         found = framework.differentiate(self._loss, model, arguments, {}, False)
+        self._shape = shape_of(found.gradients, lambda _: True)
         after = {str(path): leaf for path, (leaf,) in walk(model, where=_is_array)}
         changed = {name: leaf for name, leaf in after.items() if leaf is not arrays.get(name)}
         new, sizes = dict(known), dict[str, Any]()

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
+import stat
 import tempfile
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any
@@ -38,7 +39,9 @@ class SaveError(CowalkError, ValueError):
 
 def write(file: str | os.PathLike[str], about: Mapping[str, Any], shape: Any, sums: Mapping[Path, Sum]) -> None:
     """Write sums, the shape of their tree and other data; the file is whole, or it is not there."""
-    target = FilePath(file)
+    target = FilePath(file).resolve()  # a link stays one
+    if target.exists() and not target.is_file():
+        raise SaveError(f"{target} is no file, and will not be made one", str(target))
     arrays: dict[str, Any] = {}
     entries: list[dict[str, Any]] = []
     for i, (path, each) in enumerate(sums.items()):
@@ -49,17 +52,27 @@ def write(file: str | os.PathLike[str], about: Mapping[str, Any], shape: Any, su
         entries.append({"path": keys, "count": each.count, "square": each.square})
     data = {"format": FORMAT, "version": VERSION, **about, "sums": entries, "shape": _written_shape(shape, target)}
     text = np.frombuffer(json.dumps(data).encode(), np.uint8)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=".cowalk-")
     try:
         with os.fdopen(handle, "wb") as stream:
             np.savez(stream, about=text, **arrays)
             stream.flush()
             os.fsync(stream.fileno())
+        FilePath(name).chmod(_mode_of(target))
         FilePath(name).replace(target)
     except BaseException:
         with contextlib.suppress(OSError):
             FilePath(name).unlink()
         raise
+
+
+def _mode_of(target: FilePath) -> int:
+    """The permissions of a file that is there, or those that a new one has."""
+    if target.exists():
+        return stat.S_IMODE(target.stat().st_mode)
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask
 
 
 def read(file: str | os.PathLike[str]) -> tuple[dict[str, Any], Any, dict[Path, Sum]]:
@@ -69,20 +82,36 @@ def read(file: str | os.PathLike[str]) -> tuple[dict[str, Any], Any, dict[Path, 
         SaveError: the file holds no accumulator, or is damaged.
         OSError: it cannot be read.
     """
-    try:
-        with np.load(file, allow_pickle=False) as found:
-            about = json.loads(bytes(found["about"]))
-            if about.get("format") != FORMAT:
-                raise ValueError("it is a file of something else")
-            if about.get("version") != VERSION:
-                raise ValueError(f"it is of version {about.get('version')}, and this cowalk reads version {VERSION}")
-            sums = {
-                Path(map(_read_key, entry["path"])): _read_sum(found, i, entry)
-                for i, entry in enumerate(about.pop("sums"))
-            }
-            return about, _read_shape(about.pop("shape"), ()), sums
-    except (KeyError, TypeError, ValueError, AttributeError, EOFError, zipfile.BadZipFile) as error:
-        raise SaveError(f"{os.fspath(file)} holds no accumulator that can be read: {error}", os.fspath(file)) from error
+    with FilePath(file).open("rb") as stream:
+        try:
+            return _parsed(stream)
+        except Exception as error:  # a damaged archive may raise anything
+            raise SaveError(
+                f"{os.fspath(file)} holds no accumulator that can be read: {error}", os.fspath(file)
+            ) from error
+
+
+def _parsed(stream: Any) -> tuple[dict[str, Any], Any, dict[Path, Sum]]:
+    with np.load(stream, allow_pickle=False) as found:
+        about = json.loads(bytes(found["about"]))
+        if about.get("format") != FORMAT:
+            raise ValueError("it is a file of something else")
+        if about.get("version") != VERSION:
+            raise ValueError(f"it is of version {about.get('version')}, and this cowalk reads version {VERSION}")
+        entries = about["sums"]
+        sums = {Path(map(_read_key, entry["path"])): _read_sum(found, i, entry) for i, entry in enumerate(entries)}
+        if len(sums) != len(entries):
+            raise ValueError("it has two sums for one parameter")
+        counts = [int(about["batches"]), int(about["weighted"])]
+        weight = float(about["weight"])
+        if min(counts) < 0 or not (math.isfinite(weight) and weight >= 0):
+            raise ValueError("its counts and its weight are no numbers that an accumulator has")
+        worst = [
+            (int(index), float(norm), float(w), None if loss is None else float(loss))
+            for index, norm, w, loss in about["worst"]
+        ]
+        known = {"weight": weight, "batches": counts[0], "weighted": counts[1], "worst": worst}
+        return known, _read_shape(about["shape"], ()), sums
 
 
 def _read_sum(found: Any, i: int, entry: Mapping[str, Any]) -> Sum:

@@ -56,12 +56,6 @@ def is_jax(array: Any) -> bool:
     return jax is not None and isinstance(array, jax.Array)
 
 
-def is_traced(array: Any) -> bool:
-    """Whether an array is a tracer of JAX's, which has no value yet."""
-    jax = sys.modules.get("jax")
-    return jax is not None and isinstance(array, jax.core.Tracer)
-
-
 def _measure_at(
     home: Home, leaves: Sequence[Operands], histograms: bool, threads: int | None
 ) -> tuple[Matrix, Histograms | None]:

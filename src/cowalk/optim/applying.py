@@ -64,14 +64,16 @@ class Group:
     """The works of one rule, and how far they are.
 
     Attributes:
-        step: how many updates there were, for schedules.
+        stages: of the rule.
+        segments: those that are still to be run.
+        now: the stages, with the values of their schedules.
     """
 
     rule: Rule
-    step: Any
     works: list[Work]
     stages: tuple[Rule, ...]
     segments: list[Segment]
+    now: list[Rule]
 
     def subject(self, work: Work) -> Any:
         """The array that the stages update: the parameter, or MixedPrecision's copy of it."""
@@ -86,21 +88,21 @@ class Group:
             return [kept[i] for i in range(segment.begin, segment.end)]
         return [kept] * (segment.end - segment.begin)
 
-    def stages_now(self, segment: Segment) -> list[Rule]:
-        """The stages of a segment, with the values of their schedules. After AccumGrad its means count."""
-        step, now = self.step, list[Rule]()
-        for i, stage in enumerate(self.stages[: segment.end]):
-            if i >= segment.begin:
-                now.append(stage.at_step(step))
-            if isinstance(stage, AccumGrad):
-                step = step // stage.n
-        return now
-
     @property
     def tree_rule(self) -> Rule | None:
         """The rule over the tree that the works wait for, if they do."""
         segment = self.segments[0]
         return self.stages[segment.begin] if segment.kind == "tree" else None
+
+
+def _stages_now(stages: Sequence[Rule], step: Any) -> list[Rule]:
+    """Stages with the values of their schedules after so many updates; after AccumGrad its means count."""
+    now: list[Rule] = []
+    for stage in stages:
+        now.append(stage.at_step(step))
+        if isinstance(stage, AccumGrad):
+            step = step // stage.n
+    return now
 
 
 def groups_of(rules: Iterable[Rule], works: Iterable[Work], step: Any) -> list[Group]:
@@ -109,7 +111,7 @@ def groups_of(rules: Iterable[Rule], works: Iterable[Work], step: Any) -> list[G
     for rule, work in zip(rules, works, strict=True):
         group = groups.get(id(rule))
         if group is None:
-            group = groups[id(rule)] = Group(rule, step, [], rule.stages, segments_of(rule))
+            group = groups[id(rule)] = Group(rule, [], rule.stages, segments_of(rule), _stages_now(rule.stages, step))
         group.works.append(work)
     return list(groups.values())
 

@@ -150,6 +150,16 @@ def copied(x: Any, dtype: Any = None) -> Any:
     return x if dtype is None else x.astype(dtype)
 
 
+def address(x: Any) -> int | None:
+    """Where a tensor's values begin; None of arrays that keep their memory, or have none."""
+    if not is_tensor(x):
+        return None
+    try:
+        return x.data_ptr()
+    except RuntimeError:
+        return None
+
+
 def as_like(gradient: Any, x: Any) -> Any:
     """A gradient as an array of x's framework, without its history; a sparse one is written out."""
     if is_tensor(x):

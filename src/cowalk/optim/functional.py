@@ -91,7 +91,7 @@ def _copy(kept: Any) -> Any:
 
 
 def _run(group: Group, segment: Segment) -> None:
-    now = group.stages_now(segment)
+    now = group.now[segment.begin : segment.end]
     for work in group.works:
         _run_one(group, work, segment, now)
 
@@ -99,7 +99,7 @@ def _run(group: Group, segment: Segment) -> None:
 def _run_one(group: Group, work: Work, segment: Segment, now: Sequence[Rule]) -> None:
     x = group.subject(work)
     for rule, state in zip(now, group.states(work, segment), strict=True):
-        new, step = rule.checked(rule.apply(dict(state), x, cast(work.gradient, x.dtype)), x)
+        new, step = rule.checked(rule.apply(dict(state), x, cast(work.gradient, x.dtype)), state, x)
         for name, value in new.items():
             before = state[name]
             if (

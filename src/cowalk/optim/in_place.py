@@ -57,7 +57,7 @@ Block = list[Piece]
 
 def run(group: Group, segment: Segment) -> None:
     """Run a segment of the works of a rule, and write into what they keep, and in the end into the parameters."""
-    now = group.stages_now(segment)
+    now = group.now[segment.begin : segment.end]
     with np.errstate(all="ignore"):  # a NaN is the gradient's, and `stats` tells of it
         for alike in _alike(group, segment):
             _run_alike(alike, group.rule, segment, now)
@@ -135,7 +135,7 @@ def _run_block(
         names = [name for name, value in block[0].parts.states[i].items() if hasattr(value, "shape")]
         places = {name: [piece.of(piece.parts.states[i][name]) for piece in block] for name in names}
         state = {**{name: _joined(each) for name, each in places.items()}, **counts[i]}
-        new, step = stage.checked(stage.apply(state, x, step), x)
+        new, step = stage.checked(stage.apply(state, x, step), state, x)
         for name, each in places.items():
             _write(each, new[name])
         after.append({name: value for name, value in new.items() if name not in places})

@@ -11,12 +11,12 @@ from cowalk.optim.state import LeafState, OptimizerState
 
 def _flatten_leaf(leaf: LeafState) -> tuple[Any, Any]:
     names = tuple(leaf)
-    return tuple(leaf[name] for name in names), (names, leaf.rule, leaf.frozen, leaf.shape)
+    return tuple(leaf[name] for name in names), (names, leaf.rule, leaf.frozen, leaf.shape, leaf.dtype)
 
 
 def _unflatten_leaf(static: Any, values: Any) -> LeafState:
-    names, rule, frozen, shape = static
-    return LeafState(rule, dict(zip(names, values, strict=True)), frozen, shape)
+    names, rule, frozen, shape, dtype = static
+    return LeafState(rule, dict(zip(names, values, strict=True)), frozen, shape, dtype)
 
 
 def _flatten_state(state: OptimizerState) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from cowalk.frameworks.framework import Hyperparameters, ParameterState
-from cowalk.optim.arrays import copied, is_jax
+from cowalk.optim.arrays import address, copied, is_jax
 from cowalk.optim.rules.composing import ByPath, Chain, as_rule
 from cowalk.optim.rules.optax import Optax
 from cowalk.optim.rules.rule import Rule, RuleError
@@ -29,18 +29,24 @@ class LeafState(ParameterState):
     Attributes:
         rule: the rule of this parameter.
         frozen: whether updates pass it by.
-        shape: of the parameter.
+        shape, dtype: of the parameter.
     """
 
-    __slots__ = ("_checked", "frozen", "rule", "shape")
+    __slots__ = ("_checked", "dtype", "frozen", "rule", "shape")
 
     def __init__(
-        self, rule: Rule, kept: Mapping[Any, Any], frozen: bool = False, shape: tuple[int, ...] | None = None
+        self,
+        rule: Rule,
+        kept: Mapping[Any, Any],
+        frozen: bool = False,
+        shape: tuple[int, ...] | None = None,
+        dtype: Any = None,
     ) -> None:
         super().__init__(kept)
         self.rule = rule
         self.frozen = frozen
         self.shape = shape
+        self.dtype = dtype
         self._checked: Any = None
 
     def like(self, kept: Mapping[Any, Any] | None = None, **changes: Any) -> LeafState:
@@ -50,15 +56,16 @@ class LeafState(ParameterState):
             dict(self if kept is None else kept),
             changes.get("frozen", self.frozen),
             self.shape,
+            self.dtype,
         )
 
     def checked_for(self, x: Any) -> bool:
         """Whether it is known that this very array can be written."""
-        return self._checked is x
+        return self._checked is not None and self._checked[0] is x and self._checked[1] == address(x)
 
     def mark_checked(self, x: Any) -> None:
         """Remember that this very array can be written."""
-        self._checked = x
+        self._checked = x, address(x)
 
     @property
     def hyperparameters(self) -> Hyperparameters:
@@ -75,7 +82,7 @@ class LeafState(ParameterState):
         return f"LeafState({self.rule!r}{', frozen' if self.frozen else ''}{', ' * bool(kept)}{kept})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LeafState, (self.rule, dict(self), self.frozen, self.shape)
+        return LeafState, (self.rule, dict(self), self.frozen, self.shape, self.dtype)
 
 
 def _shown(value: Any) -> str:
@@ -186,7 +193,9 @@ def setup(rule: Any, model: Any) -> OptimizerState:
                 raise RuleError(
                     f"{type(own).__name__}.init returns a dict of what it keeps, not a {type(kept).__name__}"
                 )
-            states[path] = LeafState(own, _counted_by_jax(kept) if is_jax(x) else kept, shape=tuple(x.shape))
+            states[path] = LeafState(
+                own, _counted_by_jax(kept) if is_jax(x) else kept, shape=tuple(x.shape), dtype=x.dtype
+            )
     leaves = fmapstructure(lambda path, _: states.get(path), model, ties="each", with_path=True)
     step = 0 if not any(map(is_jax, found.values())) else _counted_by_jax(0)
     return OptimizerState(leaves, step, _shared(states, found))

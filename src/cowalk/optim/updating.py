@@ -88,7 +88,7 @@ def update(
         return new_state, fmap(lambda path, x: new.get(path, x), model, where=istrainable, with_path=True)
     state = state.copy()
     with without_history():
-        model = fmap(copied, model, where=istrainable)
+        model = fmap(_copied, model, where=istrainable)
     return state, update_(state, model, gradients, grads=grads, strict=strict)
 
 
@@ -136,12 +136,22 @@ def update_(
         state.step = new_state.step
         return model
     _check_writable(found, model)
-    present = [each for each in found if each[2] is not None]
+    parameters = {id(x) for _, x, _, _ in found}
+    present = [
+        (path, x, copied(gradient) if id(gradient) in parameters and gradient is not x else gradient, leaf)
+        for path, x, gradient, leaf in found
+        if gradient is not None  # one that is another parameter must not change with it
+    ]
     works = [Work(path, leaf, x, gradient) for path, x, gradient, leaf in present]
     with without_history():
         apply(groups_of([leaf.rule for *_, leaf in present], works, state.step), _over_arrays, in_place.run)
     state.step += 1
     return model
+
+
+def _copied(x: Any) -> Any:
+    new = copied(x)
+    return new.requires_grad_(x.requires_grad) if is_tensor(x) else new
 
 
 Found = list[tuple[Path, Any, Any, LeafState]]
@@ -201,18 +211,7 @@ def _collected(state: OptimizerState, model: Any, gradients: Any, grads: TiedGra
         if gradient is MISSING or leaf.frozen or isinstance(leaf.rule, NotTrained):
             found.append((path, x, None, leaf))
             continue
-        if is_parameter(gradient):
-            raise UpdateError(
-                f"{path}: what stands for a gradient is a Parameter. update takes the model before its gradients: "
-                "cowalk.update(state, model, gradients)",
-                (path,),
-            )
-        if leaf.shape is not None and leaf.shape != tuple(x.shape):
-            raise UpdateError(
-                f"{path}: the state was made for a parameter of shape {leaf.shape}, and this one has {tuple(x.shape)}: it is of "
-                "another model. cowalk.setup(rule, model) makes one for this",
-                (path,),
-            )
+        _check_of_model(path, x, gradient, leaf)
         gradient = as_like(gradient, x)
         if tuple(gradient.shape) != tuple(x.shape):
             misfits.append((path, f"the gradient has shape {tuple(gradient.shape)}, the parameter {tuple(x.shape)}"))
@@ -234,6 +233,28 @@ def _collected(state: OptimizerState, model: Any, gradients: Any, grads: TiedGra
             tuple(path for path, _ in misfits),
         )
     return found
+
+
+def _check_of_model(path: Path, x: Any, gradient: Any, leaf: LeafState) -> None:
+    """Refuse a parameter in the place of its gradient, and a state that was made for another parameter."""
+    if is_parameter(gradient):
+        raise UpdateError(
+            f"{path}: what stands for a gradient is a Parameter. update takes the model before its gradients: "
+            "cowalk.update(state, model, gradients)",
+            (path,),
+        )
+    if leaf.shape is not None and leaf.shape != tuple(x.shape):
+        raise UpdateError(
+            f"{path}: the state was made for a parameter of shape {leaf.shape}, and this one has {tuple(x.shape)}: it is of "
+            "another model. cowalk.setup(rule, model) makes one for this",
+            (path,),
+        )
+    if leaf.dtype is not None and leaf.dtype != x.dtype:
+        raise UpdateError(
+            f"{path}: the state was made for a parameter of {leaf.dtype}, and this one is of {x.dtype}. "
+            "cowalk.setup(rule, model) makes one for this",
+            (path,),
+        )
 
 
 def _check_writable(found: Found, model: Any) -> None:

@@ -150,9 +150,9 @@ class AccumGrad(Rule):
     def apply(self, state: State, x: Any, gradient: Any) -> tuple[State, Any]:
         count = state["count"] + 1
         mean = state["mean"] + (gradient - state["mean"]) / count
-        if isinstance(count, int):
-            return ({"mean": zeros(mean), "count": 0} if count == self.n else {"mean": mean, "count": count}), mean
-        is_full, where = count == self.n, functions(x).where  # a tracer
+        if isinstance(count, int):  # n may have become less on the way
+            return ({"mean": zeros(mean), "count": 0} if count >= self.n else {"mean": mean, "count": count}), mean
+        is_full, where = count >= self.n, functions(x).where  # a tracer
         return {"mean": where(is_full, zeros(mean), mean), "count": where(is_full, 0, count)}, mean
 
     def is_ready(self, state: State) -> Any:

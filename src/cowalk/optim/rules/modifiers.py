@@ -110,4 +110,4 @@ class ClipNorm(Rule):
     def _scaled(self, gradient: Any, size: Any) -> Any:
         fs = functions(gradient)
         factor = 1 / fs.clip(size / self.max_norm, 1.0, None)  # size may be zero
-        return gradient * (factor.astype(gradient.dtype) if hasattr(factor, "astype") else factor)
+        return gradient * factor  # of half precision in float32 here: the factor may be less than it can tell

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from cowalk.optim.arrays import average, norm, zeros
+from cowalk.optim.arrays import average, cast, is_half, norm, zeros
 from cowalk.optim.rules.adam import AdamW
 from cowalk.optim.rules.composing import AccumGrad
 from cowalk.optim.rules.rule import Number, Rule, RuleError, State
@@ -75,6 +75,7 @@ def _with_fallback(rule: Muon, fallback: Rule) -> Muon:
 def _orthogonal(matrix: Any, iterations: int) -> Any:
     """Newton and Schulz's iteration towards the nearest orthogonal matrix (U Vᵀ of a singular value decomposition)."""
     a, b, c = COEFFICIENTS
+    matrix = cast(matrix, "float32") if is_half(matrix) else matrix
     size = norm(matrix, 2.0) + 1e-7
     x = matrix / (size.astype(matrix.dtype) if hasattr(size, "astype") else size)
     is_tall = x.shape[0] > x.shape[1]

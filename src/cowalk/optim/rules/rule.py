@@ -74,7 +74,7 @@ class Rule:
         """
         raise NotImplementedError(f"{type(self).__name__} has no apply(state, x, gradient)")
 
-    def checked(self, result: Any, x: Any) -> tuple[State, Any]:
+    def checked(self, result: Any, state: State, x: Any) -> tuple[State, Any]:
         """What `apply` returned, if it is what it should be."""
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], dict)):
             raise RuleError(
@@ -85,6 +85,9 @@ class Rule:
                     else type(result).__name__
                 )
             )
+        if not result[0].keys() >= state.keys():
+            gone = ", ".join(map(repr, sorted(map(str, state.keys() - result[0].keys()))))
+            raise RuleError(f"{type(self).__name__}.apply returned a state without {gone}")
         if tuple(getattr(result[1], "shape", ())) != tuple(x.shape):
             shape = tuple(getattr(result[1], "shape", ()))
             raise RuleError(
