@@ -347,7 +347,7 @@ def test_contiguous_and_expanded_gradients_are_added_without_a_copy(dtype: str) 
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert sum(trace.size for trace in made.traces) == norms.nbytes
+    assert sum(trace.size for trace in made.traces) <= norms.nbytes
     assert peak < 50_000
 
 

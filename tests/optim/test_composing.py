@@ -629,3 +629,11 @@ def test_an_array_of_many_blocks_has_the_steps_of_its_pieces(kind):
         _, small = run(optim.Adam(0.1), {"w": make(x[piece].copy())}, [{"w": make(g[piece].copy())}] * 2)
         np.testing.assert_allclose(host(large["w"])[piece], host(small["w"]), rtol=1e-12)
     assert math.isfinite(host(large["w"]).sum())
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_the_norm_of_a_tree_may_be_clipped_by_a_schedule(make):
+    model = {"a": make([0.0]), "b": make([0.0])}
+    rule = optim.Chain(optim.ClipNorm(lambda step: 5.0 + 5.0 * step, over="tree"), optim.Descent(1.0))
+    _, model = run(rule, model, [{"a": make([6.0]), "b": make([8.0])}] * 2)
+    assert [float(x[0]) for x in model.values()] == pytest.approx([-9.0, -12.0])

@@ -1,4 +1,4 @@
-"""`Accumulator`: the weighted sum and mean of many gradients, in place, and how they scatter."""
+"""`Accumulator`: the weighted sum and mean of many gradients, in place."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
 from cowalk.frameworks.framework import TiedGradients, joins_ties
 from cowalk.gradients import saving, sums
+from cowalk.gradients.scatter import Scatter
 from cowalk.gradients.shapes import ShapeError, filled, joined, shape_of, shape_of_paths
 from cowalk.gradients.sums import Sum
-from cowalk.measure import Row, Table, stats
+from cowalk.measure import Table
 from cowalk.tree import MISSING, CowalkError, Path, fmapstructure, isnumeric, istrainable, walk
 from cowalk.tree.kinds import Leaf, kind_of
 from cowalk.tree.walk import Ties
@@ -46,12 +47,12 @@ class Batch:
 class Accumulator:
     """Adds up the gradients of batches, in place.
 
-    Gradients are trees of any kind, of NumPy, torch or JAX arrays, with None or nothing at all where there is no gradient. What
-    is None in every batch stays None; a branch that comes later comes with its first value, and counts as zero before. After the
-    first batch no array is made (what JAX adds to is donated). Nothing is ever written into the gradients given.
+    Gradients are trees of any kind, of NumPy, torch or JAX arrays, with None where there is no gradient (without a model, a key
+    may be absent too). What is None in every batch stays None; a branch that comes later comes with its first value, and counts
+    as zero before. After the first batch no array is made. Nothing is ever written into the gradients given.
 
     The gradient of a mean loss counts by its batch's weight, so that a short last batch counts right; that of a summed loss as
-    it is. Gradients narrower than float32 are added in float32, with what roundings lose kept beside (Kahan's summation), which
+    it is. Gradients narrower than float32 are added in float32, with what roundings lose kept beside, which
     makes the sum of any number of them right to float32's rounding.
 
     Args:
@@ -372,39 +373,6 @@ class Accumulator:
         """What is known of the scatter of the gradients at this moment, without the sums."""
         squares = {path: (each.count, each.square) for path, each in self._sums.items()}
         return Scatter(squares, self.weight, self._weighted, self._model)
-
-
-class Scatter(NamedTuple):
-    """How gradients scatter around their mean.
-
-    Attributes:
-        squares: for each parameter the number of its gradients, and the sum of weight · |g|² over them.
-        weight: of all batches.
-        batches: how many have a weight.
-        model: that the gradients are of, if it is known.
-    """
-
-    squares: Mapping[Path, tuple[int, float]]
-    weight: float
-    batches: int
-    model: Any
-
-    def table(self, gradient: Any, factor: float) -> Table:
-        """The table of a gradient; `factor` times it is the mean."""
-        table = stats(gradient if self.model is None else self.model, gradient, strict=False)
-        lines = [self._line(row, factor) for row in table]
-        return table.with_noise(np.array(lines, np.float64).reshape(len(lines), 5))
-
-    def _line(self, row: Row, factor: float) -> list[float]:
-        count, square = self.squares.get(row.path, (0, 0.0))
-        if count == 0 or row.gradient is None or self.weight == 0:
-            return [math.nan] * 5
-        n, batch = row.gradient.n, self.weight / self.batches
-        norm = row.gradient.norm * factor
-        if self.batches < 2 or row.gradient.nonfinite or not math.isfinite(square):
-            return [n, count, batch, math.nan, math.nan]
-        trace = max(0.0, (square - self.weight * norm * norm) / (self.batches - 1))  # below zero by rounding only
-        return [n, count, batch, trace, norm * norm - trace / self.weight]
 
 
 def mean_norms(norms: list[float], weight: float, loss_reduction: Reduction) -> list[float]:

@@ -2,7 +2,7 @@
 
 A sum is an array of this room's own: never a gradient itself, which may be another parameter's too, an expanded scalar, or a
 buffer that the next backward pass fills anew. It is of float32 for narrower gradients, with what its roundings lost beside it
-(Kahan's summation), and else of the gradient's own dtype.
+(a sum of two numbers, about twice as exact as one), and else of the gradient's own dtype.
 
 What lies in this process's CPU memory is added by `cowalk.measure.adding`, JAX's arrays too: their sums are NumPy's until they
 are asked for. On accelerators torch adds, and JAX in one compiled call.
@@ -183,7 +183,7 @@ def _scaled_norm(tensor: Any) -> float:
 
 
 def _add_with_lost(total: Any, lost: Any, addend: Any) -> None:
-    """Kahan's step, with Knuth's exact difference."""
+    """One addition to a compensated sum; what rounding takes from it is found by Knuth's TwoSum."""
     addend = addend + lost
     after = total + addend
     added = after - total

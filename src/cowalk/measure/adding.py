@@ -65,7 +65,7 @@ def add(addends: Sequence[Addend], factor: float, threads: int | None = None) ->
     if not native.available():
         return _added_by_numpy(addends, factor)
     extension, level = native.ready()
-    norms = np.empty(len(addends))
+    norms = np.frombuffer(bytearray(8 * len(addends)), np.float64)  # no array is allocated
     threads = threads or native.threads_by_default()
     if extension.add(addends, factor, norms, threads, level):
         return norms

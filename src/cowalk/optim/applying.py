@@ -133,7 +133,8 @@ def apply(groups: Sequence[Group], apply_tree: ApplyTree, run: Run) -> None:
         rule = _first_complete(waiting)
         members = [group for group in waiting if group.tree_rule == rule]
         works = {str(work.path): work for group in members for work in group.works if work.is_ready is not False}
-        for path, gradient in (apply_tree(rule, works) if works else {}).items():
+        now = members[0].now[members[0].segments[0].begin]
+        for path, gradient in (apply_tree(now, works) if works else {}).items():
             works[path].gradient = gradient
         for group in members:
             group.segments.pop(0)
