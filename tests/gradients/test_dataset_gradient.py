@@ -125,6 +125,14 @@ def jax_case() -> Case:
     return case_of("JAX")
 
 
+@pytest.fixture(autouse=True)
+def _ctrl_c_interrupts() -> Iterator[None]:
+    """As in a terminal: where tests run in the background, SIGINT may be ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def check_equal(found: Any, expected: Any, factor: float = 1.0, rtol: float = 2e-5) -> None:
     """That two trees have the same numbers, the one times a factor, and None in the same places."""
     ours, theirs = cowalk.flatten(found), cowalk.flatten(expected)
@@ -629,3 +637,15 @@ def test_a_bar_is_drawn_on_the_terminal_only_if_asked_for(
     for progress in (False, None):  # what pytest captures is no terminal
         dataset_gradient(torch_case.mean_loss, torch_case.model, torch_case.batches(), progress=progress)
         assert capsys.readouterr() == ("", "")
+
+
+def test_where_ctrl_c_is_ignored_it_stays_so() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def loss(m: Any, x: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return (m["w"] * x).sum()
+
+    found = run(loss, {"w": torch.ones(3, requires_grad=True)}, [torch.ones(3)] * 2, weight=1)
+    assert (found.batches, found.is_complete) == (2, True)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
