@@ -167,7 +167,8 @@ def as_like(gradient: Any, x: Any) -> Any:
         if not is_tensor(gradient):
             values = np.asarray(gradient)  # of JAX it is read-only, which torch does not know
             return torch.as_tensor(values if values.flags.writeable else values.copy(), device=x.device)
-        gradient = gradient.detach()
+        if gradient.requires_grad:
+            gradient = gradient.detach()
         return gradient if gradient.layout is torch.strided else gradient.to_dense()
     if is_jax(x):
         return gradient if is_jax(gradient) else functions(x).asarray(np.asarray(gradient))

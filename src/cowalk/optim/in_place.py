@@ -20,6 +20,8 @@ from cowalk.optim.rules.rule import Rule, State
 BLOCK = 1 << 17
 """Elements of a block on a CPU: large enough for torch to share them among threads, small enough for the last cache."""
 DEVICE_BLOCK = 1 << 25
+COUNTS = frozenset((int, float, bool, str, list, dict, tuple, type(None)))
+"""What a rule may keep beside arrays. (To ask a tensor whether it has a shape would cost as much as an operation.)"""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +35,7 @@ class Parts:
 
     def arrays(self) -> list[Any]:
         """All of them."""
-        kept = [value for state in self.states for value in state.values() if hasattr(value, "shape")]
+        kept = [value for state in self.states for value in state.values() if type(value) not in COUNTS]
         return [self.work.x, self.subject, self.work.gradient, *kept]
 
 
@@ -70,7 +72,7 @@ def _alike(group: Group, segment: Segment) -> list[list[Parts]]:
         if not work.is_ready:
             continue
         parts = Parts(work, group.subject(work), group.states(work, segment))
-        counts = [value for state in parts.states for value in state.values() if not hasattr(value, "shape")]
+        counts = [value for state in parts.states for value in state.values() if type(value) in COUNTS]
         x = parts.subject
         found.setdefault((x.dtype, work.gradient.dtype, getattr(x, "device", None), tuple(counts)), []).append(parts)
     return list(found.values())
@@ -80,7 +82,7 @@ def _run_alike(alike: list[Parts], rule: Rule, segment: Segment, now: Sequence[R
     if not segment.is_last:
         for parts in alike:
             parts.output = functions(parts.subject).empty_like(parts.subject)
-    counts = [{name: value for name, value in each.items() if not hasattr(value, "shape")} for each in alike[0].states]
+    counts = [{name: value for name, value in each.items() if type(value) in COUNTS} for each in alike[0].states]
     after, is_ready = counts, True
     for block in _blocks(alike, segment):
         after, is_ready = _run_block(block, rule, segment, now, counts)
@@ -132,7 +134,7 @@ def _run_block(
     step = cast(_joined([piece.of(piece.parts.work.gradient) for piece in block]), x.dtype)
     after: list[State] = []
     for i, stage in enumerate(now):
-        names = [name for name, value in block[0].parts.states[i].items() if hasattr(value, "shape")]
+        names = [name for name, value in block[0].parts.states[i].items() if type(value) not in COUNTS]
         places = {name: [piece.of(piece.parts.states[i][name]) for piece in block] for name in names}
         state = {**{name: _joined(each) for name, each in places.items()}, **counts[i]}
         new, step = stage.checked(stage.apply(state, x, step), state, x)

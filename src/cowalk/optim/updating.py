@@ -213,7 +213,7 @@ def _collected(state: OptimizerState, model: Any, gradients: Any, grads: TiedGra
             continue
         _check_of_model(path, x, gradient, leaf)
         gradient = as_like(gradient, x)
-        if tuple(gradient.shape) != tuple(x.shape):
+        if gradient.shape != x.shape:
             misfits.append((path, f"the gradient has shape {tuple(gradient.shape)}, the parameter {tuple(x.shape)}"))
         found.append((path, x, gradient, leaf))
     if len(found) < state.count or not strict:  # a state is never missing a part by accident
@@ -237,13 +237,13 @@ def _collected(state: OptimizerState, model: Any, gradients: Any, grads: TiedGra
 
 def _check_of_model(path: Path, x: Any, gradient: Any, leaf: LeafState) -> None:
     """Refuse a parameter in the place of its gradient, and a state that was made for another parameter."""
-    if is_parameter(gradient):
+    if getattr(gradient, "requires_grad", False) and is_parameter(gradient):
         raise UpdateError(
             f"{path}: what stands for a gradient is a Parameter. update takes the model before its gradients: "
             "cowalk.update(state, model, gradients)",
             (path,),
         )
-    if leaf.shape is not None and leaf.shape != tuple(x.shape):
+    if leaf.shape is not None and leaf.shape != x.shape:
         raise UpdateError(
             f"{path}: the state was made for a parameter of shape {leaf.shape}, and this one has {tuple(x.shape)}: it is of "
             "another model. cowalk.setup(rule, model) makes one for this",
