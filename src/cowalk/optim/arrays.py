@@ -8,6 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from cowalk.measure.arrays import is_tensor
+from cowalk.measure.dispatch import is_jax
+
 HALF_EPSILON = 1e-7
 """What ε is raised to in half precision, where 1e-8 would be zero."""
 
@@ -24,22 +27,10 @@ def functions(x: Any) -> Any:
     return sys.modules["torch"] if is_tensor(x) else sys.modules["jax.numpy"]
 
 
-def is_tensor(x: Any) -> bool:
-    """Whether an array is torch's."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(x, torch.Tensor)
-
-
 def is_parameter(x: Any) -> bool:
     """Whether an array is a Parameter of torch's."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.nn.Parameter)
-
-
-def is_jax(x: Any) -> bool:
-    """Whether an array is JAX's, or a tracer of its."""
-    jax = sys.modules.get("jax")
-    return jax is not None and isinstance(x, jax.Array)
 
 
 def is_traced(x: Any) -> bool:

@@ -5,6 +5,7 @@ m ← β₁ m + (1 − β₁) g;  v ← β₂ v + (1 − β₂) |g|²;  m̂ = m 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,14 +24,6 @@ class AdamLike(Rule):
 
     def init(self, x: Any) -> State:
         return {"m": zeros(x), "v": real_zeros(x), "step": 0}
-
-    def apply(self, state: State, x: Any, gradient: Any) -> tuple[State, Any]:
-        new, direction = self._direction(state, x, gradient)
-        return new, self.lr * direction
-
-    def _direction(self, state: State, x: Any, gradient: Any) -> tuple[State, Any]:
-        """The new state, and the step for lr = 1."""
-        raise NotImplementedError
 
     def _moments(self, state: State, gradient: Any) -> tuple[Any, Any, Any]:
         beta1, beta2 = self.betas
@@ -80,7 +73,20 @@ class AdamW(Adam):
 
 
 @dataclass(frozen=True)
-class RAdam(AdamLike):
+class Directed(AdamLike, ABC):
+    """Those whose step is the learning rate times a direction."""
+
+    def apply(self, state: State, x: Any, gradient: Any) -> tuple[State, Any]:
+        new, direction = self._direction(state, x, gradient)
+        return new, self.lr * direction
+
+    @abstractmethod
+    def _direction(self, state: State, x: Any, gradient: Any) -> tuple[State, Any]:
+        """The new state, and the step for lr = 1."""
+
+
+@dataclass(frozen=True)
+class RAdam(Directed):
     """Rectified Adam (Liu et al. 2020): Adam's step times a factor that grows from 0, and lr · m̂ while there is no such factor.
 
     With ρ∞ = 2/(1 − β₂) − 1 and ρ = ρ∞ − 2tβ₂ᵗ/(1 − β₂ᵗ), the factor is
@@ -110,7 +116,7 @@ class RAdam(AdamLike):
 
 
 @dataclass(frozen=True)
-class AdaMax(AdamLike):
+class AdaMax(Directed):
     """AdaMax (Kingma & Ba 2015): u ← max(β₂ u, |g|) in the place of v; the step is lr · m̂ / (u + ε)."""
 
     def init(self, x: Any) -> State:
@@ -141,7 +147,7 @@ class OAdam(Adam):
 
 
 @dataclass(frozen=True)
-class NAdam(AdamLike):
+class NAdam(Directed):
     """Adam with Nesterov's momentum (Dozat 2016): the step is lr · (β₁ m / (1 − β₁ᵗ⁺¹) + (1 − β₁) g / (1 − β₁ᵗ)) / (√v̂ + ε).
 
     As in the paper, v̂ = β₂ v / (1 − β₂ᵗ) here. (Optax leaves β₂ out; torch has a schedule for β₁.)
@@ -156,7 +162,7 @@ class NAdam(AdamLike):
 
 
 @dataclass(frozen=True)
-class AMSGrad(AdamLike):
+class AMSGrad(Directed):
     """AMSGrad (Reddi et al. 2018), as in the paper without debiasing: v̂ ← max(v̂, v); the step is lr · m / (√v̂ + ε).
 
     m, v and v̂ begin at ε. (torch and Optax debias.)
@@ -177,7 +183,7 @@ class AMSGrad(AdamLike):
 
 
 @dataclass(frozen=True)
-class AdaBelief(AdamLike):
+class AdaBelief(Directed):
     """AdaBelief (Zhuang et al. 2020): s ← β₂ s + (1 − β₂) |g − m|² + ε in the place of v; the step is lr · m̂ / (√ŝ + ε)."""
 
     lr: Number = 0.001
