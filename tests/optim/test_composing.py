@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,13 +29,7 @@ def host(x: Any) -> np.ndarray:
     return x if x.dtype.kind == "c" else x.astype(np.float64)
 
 
-@pytest.fixture(autouse=True)
-def quick_compiling() -> Iterator[None]:
-    """Compiling takes most of the time of these tests."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compiling")
 
 
 def run(rule: Any, model: Any, gradients: list[Any]) -> tuple[Any, Any]:

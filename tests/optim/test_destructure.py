@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from tests.optim.models import Tied
 from torch import nn
 
 import cowalk
@@ -24,17 +25,6 @@ each_framework = pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 class Pair(NamedTuple):
     w: Any
     name: str
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.emb = nn.Embedding(4, 3)
-        self.head = nn.Linear(3, 4, bias=False)
-        self.head.weight = self.emb.weight
-
-    def forward(self, tokens):
-        return self.head(self.emb(tokens))
 
 
 class Recurrent(nn.Module):

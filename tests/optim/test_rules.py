@@ -21,13 +21,7 @@ from cowalk import optim
 Kept = dict[str, Any]
 
 
-@pytest.fixture(autouse=True)
-def quick_compiling() -> Iterator[None]:
-    """Compiling takes most of the time of these tests."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compiling")
 
 
 def host(x: Any) -> np.ndarray:

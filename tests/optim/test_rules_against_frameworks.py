@@ -7,7 +7,7 @@ has the uncoupled AdamW and SignDecay, and torch no OAdam, Lion and AdaBelief. T
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -32,13 +32,7 @@ def host(x: Any) -> np.ndarray:
     return np.array(x.numpy(force=True) if isinstance(x, torch.Tensor) else x)
 
 
-@pytest.fixture(autouse=True)
-def quick_compiling() -> Iterator[None]:
-    """Compiling takes most of the time of these tests."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compiling")
 
 
 def ours(rule: Any, start: dict[str, np.ndarray] = START, kind: Any = np.array) -> list[dict[str, np.ndarray]]:

@@ -21,6 +21,7 @@ import optax
 import pytest
 import torch
 from flax import nnx
+from tests.optim.models import Tied
 from torch import nn
 
 import cowalk
@@ -130,17 +131,6 @@ def test_absent_and_extra_keys_are_errors_unless_strict_is_false(update):
 
 
 # --- ties ---
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.emb = nn.Embedding(4, 3)
-        self.head = nn.Linear(3, 4, bias=False)
-        self.head.weight = self.emb.weight
-
-    def forward(self, tokens):
-        return self.head(self.emb(tokens))
 
 
 TOKENS = torch.tensor([0, 2])
